@@ -1,0 +1,1 @@
+"""Kernels of SomaSpeed: Triton implementations and the plain torch references they are compared with."""

@@ -1,0 +1,1 @@
+"""Kernels and reference of one operation family; see the module names."""

@@ -1,0 +1,1 @@
+"""The soma command and its subcommands."""

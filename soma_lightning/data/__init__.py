@@ -1,0 +1,1 @@
+"""Data sets, statistics and data modules."""

@@ -1,0 +1,1 @@
+"""Simulated environments, experts and demonstrations."""

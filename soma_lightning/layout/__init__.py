@@ -1,0 +1,1 @@
+"""How parameters and work are laid out over devices."""

@@ -1,0 +1,1 @@
+"""pi0.5: configuration, network, processor, checkpoints."""

@@ -1,0 +1,1 @@
+"""LightningModules of the policies."""

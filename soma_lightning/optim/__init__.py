@@ -1,0 +1,1 @@
+"""Optimizers with a fused statistics, clipping and update step."""
