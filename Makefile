@@ -1,0 +1,50 @@
+# The README's commands. Everything they need is installed into .venv; `make SYSTEM_TORCH=1 ...` uses the machine's torch.
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= outputs/demo
+SEED ?= 0
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+GL_PACKAGES := libegl1 libegl-mesa0 libgl1-mesa-dri libgl1 libglib2.0-0
+
+.PHONY: demo test test-slow lint setup gl clean
+
+demo: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash recipes/demo.sh $(OUT) $(SEED)
+
+test: setup
+	$(BIN)/python -m pytest tests -m "not gpu and not slow" -n 2 --dist loadgroup -q
+
+test-slow: setup
+	$(BIN)/python -m pytest tests -m "slow and not gpu" -q
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+setup: $(VENV)/.stamp gl
+
+# torch goes first and by itself: asked for together with the rest, pip may take a CUDA build of several gigabytes.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' || { echo "the venv module is missing: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(if $(SYSTEM_TORCH),--system-site-packages) $(VENV)
+ifdef SYSTEM_TORCH
+	grep -v '^torch==\|^triton==' constraints.txt > $(VENV)/constraints.txt
+else
+	cp constraints.txt $(VENV)/constraints.txt
+	$(BIN)/pip install -q "$(TORCH)"
+endif
+	$(BIN)/pip install -q -c $(VENV)/constraints.txt -e ".[test]"
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp
+	$(BIN)/pip install -q -c $(VENV)/constraints.txt -e ".[dev]"
+	touch $@
+
+# Off-screen rendering: as root the libraries are installed, otherwise the command prints the line to run.
+gl: $(VENV)/.stamp
+	@$(BIN)/python -m soma_lightning.envs.rendering --quiet || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  apt-get update -qq && apt-get install -y -qq $(GL_PACKAGES) && $(BIN)/python -m soma_lightning.envs.rendering --quiet; }
+
+clean:
+	rm -rf $(VENV) outputs build dist *.egg-info
