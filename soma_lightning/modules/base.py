@@ -1,0 +1,183 @@
+"""What every policy's LightningModule shares: frozen parts, optimizer and schedule, losses, validation, export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from soma_lightning.contract import ACTION, ACTION_IS_PAD
+from soma_lightning.modules.ema import TrainableEMA
+from soma_lightning.modules.schedule import fit_to_run, warmup_cosine
+from soma_lightning.modules.timing import StepTimer
+
+TRAIN_STREAM, VALIDATION_STREAM, SAMPLE_STREAM = range(3)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How a policy is fine-tuned. Defaults are the public pi0.5 recipe (LeRobot).
+
+    lr, final_lr: peak and last learning rate. warmup_steps, decay_steps: shrunk in proportion in shorter runs.
+    flow_draws: (noise, time) draws per sample, which share one prefix. state_noise: standard deviation added to the
+    normalised state in training. ema_decay: average of the trained parameters, used in validation and export.
+    sample_batches: validation batches on which actions are sampled and compared with the recorded ones.
+    export: write the policy to `<default_root_dir>/policy` when the fit ends.
+    """
+
+    lr: float = 2.5e-5
+    final_lr: float = 2.5e-6
+    warmup_steps: int = 1000
+    decay_steps: int = 30000
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    flow_draws: int = 1
+    state_noise: float = 0.0
+    ema_decay: float | None = None
+    sample_batches: int = 1
+    export: bool = True
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or not 0 <= self.final_lr <= self.lr:
+            raise ValueError(f"lr={self.lr} must be positive and final_lr={self.final_lr} must lie in 0..lr")
+        if self.flow_draws < 1:
+            raise ValueError(f"flow_draws={self.flow_draws} must be at least 1")
+        if self.state_noise < 0:
+            raise ValueError(f"state_noise={self.state_noise} is a standard deviation and cannot be negative")
+        if not 0 <= self.warmup_steps <= self.decay_steps or self.decay_steps < 1:
+            raise ValueError(
+                f"need 0 <= warmup_steps <= decay_steps and decay_steps >= 1, got warmup_steps={self.warmup_steps} "
+                f"and decay_steps={self.decay_steps}"
+            )
+
+
+class PolicyModule(LightningModule):
+    """Fine-tunes `policy`: a policy with `sft_forward`, `sample_actions`, `frozen_modules` and `save_pretrained`.
+
+    Noise and flow times are drawn from a generator seeded by (torch's seed when the module was built, rank, epoch,
+    batch), so a resumed run continues exactly and validation losses compare across epochs.
+    """
+
+    def __init__(self, policy: Any, training: TrainingConfig) -> None:
+        super().__init__()
+        self.policy = policy
+        self.training_config = training
+        self.draw_seed = torch.initial_seed()
+        self._ema = TrainableEMA(training.ema_decay) if training.ema_decay is not None else None
+
+    # -- frozen parts -----------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> PolicyModule:
+        """Frozen modules stay in eval mode whatever is asked for (dropout, running statistics)."""
+        super().train(mode)
+        for module in self.policy.frozen_modules():
+            module.eval()
+        return self
+
+    def _check_frozen(self) -> None:
+        for module in self.policy.frozen_modules():
+            left = [name for name, part in module.named_modules() if part.training]
+            if left:
+                raise RuntimeError(f"frozen modules were switched to training mode: {left[:5]}")
+            thawed = [name for name, p in module.named_parameters() if p.requires_grad or p.grad is not None]
+            if thawed:
+                raise RuntimeError(f"frozen parameters require grad or hold a gradient: {thawed[:5]}")
+
+    def on_train_start(self) -> None:
+        self._check_frozen()
+
+    def on_validation_model_train(self) -> None:
+        super().on_validation_model_train()
+        self._check_frozen()
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _generator(self, stream: int, epoch: int, batch_idx: int) -> torch.Generator:
+        key = np.random.SeedSequence([self.draw_seed, stream, self.global_rank, epoch, batch_idx])
+        return torch.Generator(self.device).manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
+
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        generator = self._generator(TRAIN_STREAM, self.current_epoch, batch_idx)
+        config = self.training_config
+        out = self.policy.sft_forward(
+            batch, flow_draws=config.flow_draws, state_noise=config.state_noise, generator=generator
+        )
+        self.log("train_loss", out["loss"].detach(), prog_bar=True, batch_size=len(batch[ACTION]))
+        return out["loss"]
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        size = len(batch[ACTION])
+        out = self.policy.sft_forward(batch, generator=self._generator(VALIDATION_STREAM, 0, batch_idx))
+        self.log("val_loss", out["loss"], prog_bar=True, batch_size=size, sync_dist=True)
+        if batch_idx < self.training_config.sample_batches:
+            error = self._sampled_error(batch, self._generator(SAMPLE_STREAM, 0, batch_idx))
+            self.log("val_action_error", error, prog_bar=True, batch_size=size, sync_dist=True)
+
+    def _sampled_error(self, batch: Mapping[str, Any], generator: torch.Generator) -> Tensor:
+        """Mean absolute difference between sampled and recorded actions, in the data's units, padding left out."""
+        actions_BHA = self.policy.sample_actions(batch, generator=generator)
+        recorded_BHA = batch[ACTION].to(actions_BHA)
+        error_BH = (actions_BHA - recorded_BHA).abs().mean(-1)
+        real_BH = ~batch[ACTION_IS_PAD] if ACTION_IS_PAD in batch else torch.ones_like(error_BH, dtype=torch.bool)
+        return error_BH[real_BH].mean()
+
+    # -- optimizer --------------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        trainable = [p for p in self.policy.parameters() if p.requires_grad]
+        config = self.training_config
+        optimizer = torch.optim.AdamW(
+            trainable, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        )
+        total_steps = self.trainer.estimated_stepping_batches
+        warmup, decay = fit_to_run(config.warmup_steps, config.decay_steps, total_steps)
+        schedule = LambdaLR(optimizer, warmup_cosine(warmup, decay, config.final_lr / config.lr))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_callbacks(self) -> list[Callback]:
+        callbacks: list[Callback] = [StepTimer()]
+        if self._ema is not None:
+            callbacks.append(self._ema)
+        return callbacks
+
+    # -- checkpoint and export --------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["soma_policy"] = {**self.policy.describe(), "draw_seed": self.draw_seed}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get("soma_policy")
+        if saved is None:
+            raise ValueError("this checkpoint was not written by a policy module: it has no 'soma_policy' entry")
+        self.draw_seed = saved["draw_seed"]
+        mine = self.policy.describe()
+        for key in ("config", "statistics"):
+            if saved[key] != mine[key]:
+                raise ValueError(
+                    f"the checkpoint's {key} differs from this run's, so training would not continue but change: "
+                    f"resume with the data and configuration it was trained on, or start a new run from its exported "
+                    f"policy folder (pretrained=...)"
+                )
+
+    def on_train_end(self) -> None:
+        if not self.training_config.export or not self.trainer.is_global_zero or self.trainer.fast_dev_run:
+            return
+        if self._ema is not None:
+            self._ema.swap_in(self)
+        try:
+            self.policy.save_pretrained(Path(self.trainer.default_root_dir) / "policy")
+        finally:
+            if self._ema is not None:
+                self._ema.swap_out(self)
+
+    def report_facts(self) -> dict[str, Any]:
+        """What the run report says of the objective, beside the policy's own facts."""
+        return {**self.policy.report_facts(), "training": asdict(self.training_config)}

@@ -1,0 +1,66 @@
+"""Fine-tuning of pi0.5 as a LightningModule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.policy import PI05Policy
+from soma_lightning.modules.base import PolicyModule, TrainingConfig
+
+
+class PI05Module(PolicyModule):
+    """Trains the action expert of pi0.5 (or all of it) on batches of a `LeRobotDataModule`.
+
+    pretrained: folder or hub id of a checkpoint (any public layout); None starts from random weights.
+    revision: hub revision of `pretrained`.
+    size: "base" (public sizes) or "tiny", for a model without `pretrained`.
+    config: changes to the configuration of the checkpoint or size, e.g. {"dtype": "bfloat16"}.
+    trainable: "expert" (expert, action and time projections) or "all".
+    statistics: "data" takes the data module's, "checkpoint" keeps those saved with `pretrained`.
+    training: optimizer, schedule and objective.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        revision: str | None = None,
+        size: Literal["base", "tiny"] = "base",
+        config: dict[str, Any] | None = None,
+        trainable: Literal["expert", "all"] = "expert",
+        statistics: Literal["data", "checkpoint"] = "data",
+        training: TrainingConfig = TrainingConfig(),
+    ) -> None:
+        changes = {**(config or {}), "trainable": trainable}
+        if pretrained is None and revision is not None:
+            raise ValueError(f"revision={revision!r} has no effect without pretrained; set pretrained to a hub id")
+        if pretrained is None and statistics == "checkpoint":
+            raise ValueError("statistics='checkpoint' needs pretrained; use statistics='data' for a new model")
+        if pretrained is not None:
+            policy = PI05Policy.from_pretrained(pretrained, revision=revision, changes=changes)
+        else:
+            policy = PI05Policy(PI05Config.named(size, **changes))
+            policy.reset_parameters()
+        super().__init__(policy, training)
+        self.statistics_from = statistics
+        self.save_hyperparameters({"pretrained": pretrained, "revision": revision, "size": size, "config": config})
+
+    def setup(self, stage: str) -> None:
+        """Takes statistics and dimensions from the data module before anything is trained or loaded."""
+        data = getattr(self.trainer, "datamodule", None)
+        if self.statistics_from == "data":
+            if data is None or not hasattr(data, "statistics"):
+                raise ValueError(
+                    "statistics='data' needs a data module with `statistics` (LeRobotDataModule); pass one, or set "
+                    "statistics='checkpoint'"
+                )
+            self.policy.set_statistics(data.statistics, source=data.statistics_source)
+        if data is not None and hasattr(data, "connect_policy"):
+            data.connect_policy(self.policy.config)
+
+    def on_fit_end(self) -> None:
+        if self.training_config.export and not self.trainer.fast_dev_run:
+            rank_zero_info(f"policy written to {Path(self.trainer.default_root_dir) / 'policy'}")
