@@ -34,7 +34,7 @@ class _Rows(NamedTuple):
         return (x.transpose(3, 4) if heads_inside else x).reshape(Bc, T, Hkv, G * Lq, x.shape[-1])
 
     def unfold(self, x_BTHRD: Tensor) -> Tensor:
-        """Inverse of `fold`, in q's memory order: merging the heads of a projection's output is then free."""
+        """Inverse of `fold`; at most one copy happens between here and a caller who merges the heads."""
         Bc, T, Hkv, G, Lq, heads_inside = self
         D = x_BTHRD.shape[-1]
         if not heads_inside:
@@ -234,7 +234,7 @@ def attention_reference(
 
     q [N, Hq, Lq, D]; own k, v [N, Hkv, Lk, D] or None; context ck, cv [Bc, Hkv, Lc, D] or None, N = Bc * T; key_mask
     [N, Lk] and context_mask [Bc, Lc] bool, True = readable. All floating tensors share one dtype; products and softmax
-    run in float32 (float64 for float64 inputs). Returns [N, Hq, Lq, D] in q's dtype and memory order.
+    run in float32 (float64 for float64 inputs). Returns [N, Hq, Lq, D] in q's dtype.
     """
     inputs = (q, k, v, ck, cv)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
