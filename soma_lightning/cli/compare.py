@@ -1,0 +1,71 @@
+"""`soma compare`: several evaluations of one task side by side, with intervals and an optional claim to check."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import auto_cli
+
+from soma_lightning.plots import success_bars
+
+
+def compare(results: list[str], out: str, task: str | None = None, claim_best: str | None = None) -> int:
+    """Draws one bar an evaluation and, on request, checks that one beats all others.
+
+    Args:
+        results: evaluations as LABEL=FOLDER (a folder that `soma eval` wrote).
+        out: picture to write (PNG); a table goes beside it as JSON.
+        task: task to compare; needed when an evaluation has several.
+        claim_best: label whose interval must lie above all others; exit status 1 when it does not.
+    """
+    rows = [read_row(entry, task) for entry in results]
+    labels = [row["label"] for row in rows]
+    if claim_best is not None and claim_best not in labels:
+        raise ValueError(f"claim_best={claim_best!r} is none of the labels {labels}")
+    settings = {json.dumps(row["init_states"]) for row in rows}
+    if len(settings) > 1:
+        raise ValueError("the evaluations used different initial states, so they cannot be compared")
+    picture = success_bars(
+        [(r["label"], r["successes"], r["episodes"], tuple(r["wilson95"])) for r in rows], Path(out), rows[0]["task"]
+    )
+    for row in rows:
+        low, high = row["wilson95"]
+        print(f"{row['label']:<24}{row['successes']:>4}/{row['episodes']:<4} 95 % interval {low:.3f} to {high:.3f}")
+    verdict = None
+    if claim_best is not None:
+        best = next(row for row in rows if row["label"] == claim_best)
+        beaten = [row["label"] for row in rows if row is not best and row["wilson95"][1] < best["wilson95"][0]]
+        others = [label for label in labels if label != claim_best]
+        verdict = {"best": claim_best, "beats": beaten, "holds": sorted(beaten) == sorted(others)}
+        words = "lies above" if verdict["holds"] else "does NOT lie above"
+        print(f"{claim_best}: the interval {words} that of {', '.join(others)}")
+    Path(out).with_suffix(".json").write_text(json.dumps({"rows": rows, "claim": verdict}, indent=1))
+    print(f"written: {picture}")
+    return 0 if verdict is None or verdict["holds"] else 1
+
+
+def read_row(entry: str, task: str | None) -> dict[str, Any]:
+    label, found, folder = entry.partition("=")
+    if not found:
+        raise ValueError(f"{entry!r} is not LABEL=FOLDER")
+    path = Path(folder) / "results.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; run soma eval --out {folder} first")
+    tasks = json.loads(path.read_text())["tasks"]
+    if task is None and len(tasks) != 1:
+        raise ValueError(f"{path} has the tasks {sorted(tasks)}; choose one with --task")
+    name = task or next(iter(tasks))
+    if name not in tasks:
+        raise ValueError(f"{path} has no task {name!r}; it has {sorted(tasks)}")
+    return {"label": label, "task": name, **tasks[name]}
+
+
+def main(argv: list[str]) -> int:
+    try:
+        return int(auto_cli(compare, args=argv, as_positional=False))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

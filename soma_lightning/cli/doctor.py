@@ -1,0 +1,40 @@
+"""`soma doctor`: what this machine has, and what to install for what it lacks."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from soma_lightning.envs.rendering import check_gl
+from soma_lightning.imports import EXTRA_OF_PACKAGE, is_available
+
+PACKAGES = ("soma-lightning", "torch", "lightning", "transformers", "jsonargparse", "pyarrow", "mujoco", "av", "triton")
+
+
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return f"missing: pip install 'soma-lightning[{EXTRA_OF_PACKAGE[package]}]'" if package in EXTRA_OF_PACKAGE else "missing"
+
+
+def main(argv: list[str]) -> int:
+    """Prints versions, devices and the state of off-screen rendering. Returns 1 when something is missing."""
+    if argv:
+        print("usage: soma doctor" if argv[0] in ("-h", "--help") else f"soma doctor takes no options, got {argv}")
+        return 0 if argv[0] in ("-h", "--help") else 2
+    print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package in PACKAGES:
+        print(f"{package:<16}{version_of(package)}")
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none (the CPU reference path is used)"
+    print(f"{'CUDA device':<16}{device}")
+    if not is_available("mujoco"):
+        return 1
+    try:
+        print(f"{'rendering':<16}{check_gl()}")
+    except RuntimeError as error:
+        print(f"{'rendering':<16}{error}")
+        return 1
+    return 0

@@ -1,0 +1,114 @@
+"""`soma eval`: rolls a checkpoint out in an environment and reports success rates."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import auto_cli
+
+from soma_lightning import envs
+from soma_lightning.evaluation import EvaluationSettings, evaluate
+from soma_lightning.models.registry import get_model, load_extensions
+
+
+def evaluate_policy(
+    policy: str,
+    out: str,
+    env: str = "somatable",
+    tasks: list[str] | None = None,
+    episodes: int = 100,
+    first_init_state: int = 0,
+    executed_steps: int | None = None,
+    denoising_steps: int | None = None,
+    seed: int = 0,
+    recorded: int = 2,
+    num_envs: int = 100,
+    workers: int = 0,
+    timeout_s: float = 60.0,
+    env_options: dict[str, Any] | None = None,
+    model_type: str | None = None,
+    device: str = "auto",
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Rolls a policy out and writes results.json, success.png, videos and a contact sheet.
+
+    Args:
+        policy: folder of the checkpoint (as `soma fit` or `save_pretrained` writes it).
+        out: folder for the results; an interrupted evaluation goes on where it stopped.
+        env: environment name.
+        tasks: task names; all tasks of the environment when left out.
+        episodes: episodes per task.
+        first_init_state: index of the first initial state.
+        executed_steps: actions executed per predicted chunk; the checkpoint's own when left out.
+        denoising_steps: Euler steps of the flow; the checkpoint's own when left out.
+        seed: seed of the policy's noise.
+        recorded: episodes per task kept as video.
+        num_envs: episodes that run side by side.
+        workers: simulator processes; 0 simulates in this process.
+        timeout_s: seconds after which a silent worker is given up.
+        env_options: further arguments of the environment, e.g. {"image_size": 64}.
+        model_type: registered model type; read from the checkpoint's config.json when left out.
+        device: "auto", "cpu" or "cuda".
+        overwrite: discard an earlier evaluation in `out`.
+    """
+    load_extensions()
+    model = get_model({"model_type": model_type or stored_type(Path(policy)), "precision": None, "model_path": policy})
+    model.to(pick_device(device)).eval()
+    config = model.config
+    group = envs.make_group(env, env_options or {}, num_slots=num_envs, num_workers=workers, timeout_s=timeout_s)
+    with group:
+        settings = EvaluationSettings(
+            policy=policy,
+            env=env,
+            tasks=tuple(tasks or group.tasks),
+            executed_steps=executed_steps or config.n_action_steps,
+            denoising_steps=denoising_steps or config.num_inference_steps,
+            episodes=episodes,
+            first_init_state=first_init_state,
+            seed=seed,
+            recorded=recorded,
+            env_options=env_options or {},
+        )
+        results = evaluate(model, group, settings, Path(out), overwrite=overwrite)
+    print_results(results, Path(out))
+    return results
+
+
+def stored_type(policy: Path) -> str:
+    """The model type that a checkpoint folder names in its config.json."""
+    config = policy / "config.json"
+    if not config.is_file():
+        raise FileNotFoundError(
+            f"{policy} holds no config.json, so it is no checkpoint folder; pass the `policy` folder that soma fit wrote"
+        )
+    return str(json.loads(config.read_text()).get("type", "pi05"))
+
+
+def pick_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but torch sees no CUDA device; use device=cpu")
+    return torch.device(device)
+
+
+def print_results(results: dict[str, Any], out: Path) -> None:
+    print(f"{'task':<16}{'success':>10}{'rate':>8}   95 % interval")
+    for name, task in results["tasks"].items():
+        low, high = task["wilson95"]
+        count = f"{task['successes']}/{task['episodes']}"
+        print(f"{name:<16}{count:>10}{task['rate']:>8.2f}   {low:.3f} to {high:.3f}")
+    print(f"written: {out / 'results.json'}, {out / 'success.png'}")
+
+
+def main(argv: list[str]) -> int:
+    try:
+        auto_cli(evaluate_policy, args=argv, as_positional=False)
+    except (ValueError, FileNotFoundError, KeyError, ImportError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

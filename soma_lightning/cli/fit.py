@@ -1,0 +1,104 @@
+"""`soma fit|validate|test|predict`: LightningCLI with our recipes, defaults and error messages."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+import soma_lightning
+from soma_lightning.cli.parser import SomaParser
+from soma_lightning.models.registry import load_extensions
+from soma_lightning.plots import learning_curve
+
+RECIPES = Path(soma_lightning.__file__).parent / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Names of the packaged recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def find_config(value: str) -> str:
+    """A file as it is, or the packaged recipe of that name. Raises FileNotFoundError naming the nearest recipe."""
+    if Path(value).is_file():
+        return value
+    packaged = RECIPES / f"{value.removesuffix('.yaml')}.yaml"
+    if packaged.is_file():
+        return str(packaged)
+    near = difflib.get_close_matches(value, recipe_names(), 1)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    raise FileNotFoundError(
+        f"--config {value}: no such file, and no recipe of that name.{hint} Recipes: {', '.join(recipe_names())}"
+    )
+
+
+def resolve_configs(argv: list[str]) -> Iterator[str]:
+    """The command line with the value of every `--config` replaced by a path."""
+    expect_value = False
+    for argument in argv:
+        if expect_value:
+            yield find_config(argument)
+            expect_value = False
+        elif argument.startswith("--config="):
+            yield "--config=" + find_config(argument.removeprefix("--config="))
+        else:
+            expect_value = argument in ("--config", "-c")
+            yield argument
+
+
+class LearningCurve(Callback):
+    """Draws learning_curve.png beside metrics.csv when a fit ends."""
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for logger in trainer.loggers:
+            if logger.log_dir is None:
+                continue
+            metrics = Path(logger.log_dir) / "metrics.csv"
+            if trainer.is_global_zero and metrics.is_file():
+                picture = learning_curve(metrics, metrics.with_name("learning_curve.png"))
+                rank_zero_info(f"learning curve written to {picture}")
+
+
+class SomaCLI(LightningCLI):
+    """LightningCLI that refuses to resume from a checkpoint that does not exist."""
+
+    def before_fit(self) -> None:
+        if self.config.fit.ckpt_path != "last":
+            return
+        checkpoint = self.trainer.checkpoint_callback
+        folder = Path(self.trainer.default_root_dir)
+        if checkpoint is not None and getattr(checkpoint, "dirpath", None):
+            folder = Path(checkpoint.dirpath)  # type: ignore[attr-defined]
+        if not list(folder.rglob("last*.ckpt")):
+            raise FileNotFoundError(
+                f"--ckpt_path last: there is no last.ckpt under {folder}; leave ckpt_path out to start a new run"
+            )
+
+
+def main(argv: list[str]) -> int:
+    """argv[0] is the Lightning subcommand. Returns the exit status: 2 for a wrong command line or bad input."""
+    try:
+        arguments = list(resolve_configs(argv))
+        load_extensions()
+        SomaCLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_class=SomaParser,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"callbacks": [LearningCurve()], "strategy": "somaspeed"},
+            auto_configure_optimizers=False,
+            args=arguments,
+        )
+    except (ValueError, FileNotFoundError, KeyError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,64 @@
+"""A command-line parser whose errors are one line and name the nearest option."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any, NoReturn, get_type_hints
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+UNKNOWN_OPTION = (
+    re.compile(r"does not accept option '([^']+)'"),
+    re.compile(r"Option '([^']+)' is not accepted"),
+    re.compile(r"[Uu]nrecognized arguments: --([^\s=]+)"),
+    re.compile(r"Key '([^']+)' is not expected"),
+)
+
+
+def options_of(class_path: str) -> list[str]:
+    """Names of a class's constructor arguments, with `argument.field` for those that are dataclasses."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        cls = getattr(import_module(module), name)
+        hints = get_type_hints(cls.__init__)
+    except (ImportError, AttributeError, ValueError, NameError, TypeError):
+        return []
+    names = [parameter for parameter in inspect.signature(cls).parameters]
+    for argument, hint in hints.items():
+        if dataclasses.is_dataclass(hint):
+            names += [f"{argument}.{field.name}" for field in dataclasses.fields(hint)]
+    return names
+
+
+def explain(message: str, known: Iterable[str]) -> str:
+    """The unknown option with its nearest relatives; other messages unchanged."""
+    for pattern in UNKNOWN_OPTION:
+        found = pattern.search(message)
+        if found is None:
+            continue
+        option = found.group(1)
+        candidates = set(known)
+        for class_path in re.findall(r"class_path '?([\w.]+)'?", message):
+            candidates.update(options_of(class_path))
+        group = re.search(r"Group '([^']+)'", message)
+        prefix = f"{group.group(1)}." if group else ""
+        near = difflib.get_close_matches(prefix + option, candidates, 3, 0.5)
+        hint = f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+        return f"unknown option '{prefix}{option}'{hint}"
+    return message
+
+
+class SomaParser(LightningArgumentParser):
+    """LightningCLI's parser with short errors; the full list of options is one `--help` away."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        source: Any = getattr(ex, "subcommand_parser", None) or self
+        known = {action.dest for action in source._actions} | {action.dest for action in self._actions}
+        print(f"error: {explain(message, known)}\nsoma {' '.join(sys.argv[1:2])} --help lists every option.", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,105 @@
+"""Every picture the project draws: success bars, learning curves, contact sheets, rollout videos."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+
+from soma_lightning.imports import require_package
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  (the back end must be chosen first)
+
+COLOR, SECOND_COLOR = "#2a6f97", "#c8553d"
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+    return path
+
+
+def success_bars(rows: Sequence[tuple[str, int, int, tuple[float, float]]], path: Path, title: str) -> Path:
+    """rows: (label, successes, episodes, (low, high) of the 95 % interval); rates are drawn in percent."""
+    figure, axes = plt.subplots(figsize=(max(4.0, 1.5 * len(rows) + 1.5), 3.6))
+    for index, (_, successes, episodes, (low, high)) in enumerate(rows):
+        rate = successes / episodes
+        axes.bar(index, 100 * rate, color=COLOR, width=0.6)
+        axes.errorbar(index, 100 * rate, [[100 * (rate - low)], [100 * (high - rate)]], color="black", capsize=4)
+        axes.text(index + 0.06, 100 * rate + 1.5, f"{successes}/{episodes}", ha="left", fontsize=9)
+    axes.set_xticks(range(len(rows)), [label for label, *_ in rows], rotation=15 if len(rows) > 3 else 0)
+    axes.set_ylim(0, 112)
+    axes.set_ylabel("success rate (%), 95 % Wilson interval")
+    axes.set_title(title)
+    axes.spines[["top", "right"]].set_visible(False)
+    return _save(figure, path)
+
+
+def read_curve(metrics_csv: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) of one column of Lightning's metrics.csv; rows without a value are left out."""
+    with open(metrics_csv, newline="") as file:
+        points = [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
+    steps, values = zip(*points, strict=True) if points else ((), ())
+    return np.asarray(steps), np.asarray(values)
+
+
+def learning_curve(metrics_csv: Path, path: Path) -> Path:
+    """Draws train and validation loss, and the sampled-action error when it was logged, against optimizer steps."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.8))
+    for name, color, style in (("train_loss", "#9fb8c8", "-"), ("val_loss", COLOR, "o-")):
+        steps, values = read_curve(metrics_csv, name)
+        if len(steps):
+            axes.plot(steps, values, style, color=color, label=name, markersize=4)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("flow-matching loss")
+    axes.set_yscale("log")
+    lines = list(axes.get_lines())
+    steps, errors = read_curve(metrics_csv, "val_action_error")
+    if len(steps):
+        right = axes.twinx()
+        lines += right.plot(steps, errors, "s--", color=SECOND_COLOR, label="val_action_error", markersize=4)
+        right.set_ylabel("mean absolute action error")
+        right.set_ylim(bottom=0)
+    axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False)
+    return _save(figure, path)
+
+
+def contact_sheet(rollouts: Sequence[tuple[str, Sequence[np.ndarray]]], path: Path, columns: int = 8) -> Path:
+    """One row a rollout: `columns` frames (uint8 [h, w, 3]) from first to last, with the rollout's label."""
+    figure, axes = plt.subplots(
+        len(rollouts), columns, figsize=(1.3 * columns, 1.5 * len(rollouts)), squeeze=False, layout="constrained"
+    )
+    for row, (label, frames) in enumerate(rollouts):
+        picks = np.linspace(0, len(frames) - 1, columns).round().astype(int)
+        for column, index in enumerate(picks):
+            axes[row, column].imshow(frames[index])
+            axes[row, column].set_axis_off()
+            axes[row, column].set_title(label if column == 0 else f"step {index}", fontsize=7, loc="left")
+    return _save(figure, path)
+
+
+def write_video(frames: Sequence[np.ndarray], path: Path, fps: int) -> Path:
+    """Writes uint8 [h, w, 3] frames as H.264 MP4 (yuv420p, so that every player opens it).
+
+    Small frames are enlarged by whole factors to about 256 pixels. Raises ImportError without PyAV.
+    """
+    require_package("av", purpose="write a rollout video")
+    import av
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    factor = max(1, 256 // frames[0].shape[0])
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=fps)
+        height, width = (factor * size // 2 * 2 for size in frames[0].shape[:2])
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        for frame in frames:
+            large = np.repeat(np.repeat(frame, factor, 0), factor, 1)[:height, :width]
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(large), format="rgb24")))
+        container.mux(stream.encode())
+    return path
