@@ -6,14 +6,17 @@ import difflib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import soma_lightning
 from soma_lightning.cli.parser import SomaParser
+from soma_lightning.imports import is_available
 from soma_lightning.models.registry import load_extensions
 from soma_lightning.plots import learning_curve
 
@@ -66,17 +69,34 @@ class LearningCurve(Callback):
                 rank_zero_info(f"learning curve written to {picture}")
 
 
+def default_loggers(root: Path) -> list[Logger]:
+    """CSV always, TensorBoard when it is installed; both under `root`."""
+    loggers: list[Logger] = [CSVLogger(root, name="logs")]
+    if is_available("tensorboard"):
+        loggers.append(TensorBoardLogger(root, name="tensorboard", version=loggers[0].version))
+    return loggers
+
+
 class SomaCLI(LightningCLI):
-    """LightningCLI that refuses to resume from a checkpoint that does not exist."""
+    """LightningCLI whose logs and checkpoints live under `default_root_dir`, so that `--ckpt_path last` finds them."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        settings = self._get(self.config_init, "trainer")
+        root = Path(settings["default_root_dir"] or "outputs")
+        if settings["logger"] in (None, True):
+            kwargs["logger"] = default_loggers(root)
+        trainer = super().instantiate_trainer(**kwargs)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str((root / "checkpoints").resolve())
+        return trainer
 
     def before_fit(self) -> None:
         if self.config.fit.ckpt_path != "last":
             return
         checkpoint = self.trainer.checkpoint_callback
-        folder = Path(self.trainer.default_root_dir)
-        if checkpoint is not None and getattr(checkpoint, "dirpath", None):
-            folder = Path(checkpoint.dirpath)  # type: ignore[attr-defined]
-        if not list(folder.rglob("last*.ckpt")):
+        folder = Path(getattr(checkpoint, "dirpath", None) or self.trainer.default_root_dir)
+        if not list(folder.glob("last*.ckpt")):
             raise FileNotFoundError(
                 f"--ckpt_path last: there is no last.ckpt under {folder}; leave ckpt_path out to start a new run"
             )
