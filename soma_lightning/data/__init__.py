@@ -1,1 +1,35 @@
 """Data sets, statistics and data modules."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from soma_lightning.data.datamodule import LeRobotDataModule as LeRobotDataModule
+    from soma_lightning.data.lerobot import LeRobotDataset as LeRobotDataset
+    from soma_lightning.data.lerobot_writer import LeRobotWriter as LeRobotWriter
+    from soma_lightning.data.statistics import compute_statistics as compute_statistics
+    from soma_lightning.data.statistics import load_statistics as load_statistics
+    from soma_lightning.data.statistics import save_statistics as save_statistics
+
+_HOME_OF_NAME = {
+    "LeRobotDataModule": "soma_lightning.data.datamodule",
+    "LeRobotDataset": "soma_lightning.data.lerobot",
+    "LeRobotWriter": "soma_lightning.data.lerobot_writer",
+    "compute_statistics": "soma_lightning.data.statistics",
+    "load_statistics": "soma_lightning.data.statistics",
+    "save_statistics": "soma_lightning.data.statistics",
+}
+
+__all__ = list(_HOME_OF_NAME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF_NAME:
+        return getattr(import_module(_HOME_OF_NAME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

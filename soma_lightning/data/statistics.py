@@ -1,0 +1,178 @@
+"""Which numbers describe the values of a feature: mean, spread, range and quantiles, computed, checked, read, saved.
+
+Quantiles are exact and pooled over all frames (`numpy.quantile`). LeRobot's own recordings carry an envelope instead
+(the smallest q01 and the largest q99 of any episode), which is wider; it is taken as it is when a file is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from soma_lightning.contract import ACTION, STATE, Statistics
+
+FloatArray = NDArray[np.float64]
+
+QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+#: What a policy needs of each feature; `count` is the number of frames behind the numbers.
+REQUIRED = ("mean", "std", "min", "max", "q01", "q99")
+
+
+class HasStatesAndActions(Protocol):
+    """A data set that holds all its states float32 [N, S] and actions float32 [N, A] in memory."""
+
+    @property
+    def states(self) -> Tensor: ...
+
+    @property
+    def actions(self) -> Tensor: ...
+
+
+def describe(values: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """All numbers that LeRobot keeps of a feature.
+
+    values: [N, D] numbers or booleans. Returns float64 [D] for min, max, mean, std (population) and the quantiles
+    q01, q10, q50, q90, q99 (linear interpolation), and count int64 [1].
+    """
+    x_ND = np.asarray(values, dtype=np.float64)
+    if x_ND.ndim != 2 or not len(x_ND):
+        raise ValueError(f"statistics need values of shape [N, D] with N > 0, found {list(x_ND.shape)}")
+    quantiles = np.quantile(x_ND, list(QUANTILES.values()), axis=0)
+    return {
+        "min": x_ND.min(axis=0),
+        "max": x_ND.max(axis=0),
+        "mean": x_ND.mean(axis=0),
+        "std": x_ND.std(axis=0),
+        **dict(zip(QUANTILES, quantiles, strict=True)),
+        "count": np.array([len(x_ND)], dtype=np.int64),
+    }
+
+
+def describe_pixels(histogram: NDArray[np.int64], num_images: int) -> dict[str, NDArray[Any]]:
+    """The same numbers of 8-bit images, exactly, from their histogram.
+
+    histogram: [3, 256], how often each value occurs in each channel. num_images: what `count` says.
+    Returns float64 [3, 1, 1] in 0..1 (pixel / 255).
+    """
+    levels = np.arange(256, dtype=np.float64) / 255.0
+    total = histogram.sum(axis=1).astype(np.float64)
+    mean = histogram @ levels / total
+    variance = np.maximum(histogram @ levels**2 / total - mean**2, 0.0)
+    present = histogram > 0
+    numbers = {
+        "min": levels[present.argmax(axis=1)],
+        "max": levels[255 - present[:, ::-1].argmax(axis=1)],
+        "mean": mean,
+        "std": np.sqrt(variance),
+        **{name: _histogram_quantile(histogram, levels, q) for name, q in QUANTILES.items()},
+    }
+    described: dict[str, NDArray[Any]] = {name: value.reshape(-1, 1, 1) for name, value in numbers.items()}
+    described["count"] = np.array([num_images], dtype=np.int64)
+    return described
+
+
+def _histogram_quantile(histogram: NDArray[np.int64], levels: FloatArray, q: float) -> FloatArray:
+    """`numpy.quantile` (linear) of the values that each row of `histogram` counts."""
+    result = np.empty(len(histogram))
+    for channel, counts in enumerate(histogram):
+        cumulative = np.cumsum(counts)
+        position = q * (int(cumulative[-1]) - 1)
+        below = int(np.floor(position))
+        low, high = np.searchsorted(cumulative, [below, min(below + 1, int(cumulative[-1]) - 1)], side="right")
+        result[channel] = levels[low] + (position - below) * (levels[high] - levels[low])
+    return result
+
+
+def compute_statistics(source: HasStatesAndActions | Mapping[str, NDArray[Any]]) -> Statistics:
+    """Exact statistics over all frames of a data set, or of arrays {feature: [N, D]}.
+
+    Raises ValueError naming a feature whose values are not finite or not of shape [N, D].
+    """
+    arrays = source if isinstance(source, Mapping) else {STATE: source.states.numpy(), ACTION: source.actions.numpy()}
+    statistics: Statistics = {}
+    for feature, values in arrays.items():
+        if not np.isfinite(values).all():
+            raise ValueError(f"'{feature}' has values that are not finite; statistics would be meaningless")
+        described = describe(values)
+        statistics[feature] = {name: described[name] for name in (*REQUIRED, "count")}
+    return statistics
+
+
+def constant_dimensions(statistics: Statistics, tolerance: float = 1e-6) -> dict[str, list[int]]:
+    """{feature: dimensions whose values never leave a range of `tolerance`}; features without one are left out."""
+    constant = {
+        feature: [int(i) for i in np.flatnonzero(numbers["max"] - numbers["min"] <= tolerance)]
+        for feature, numbers in statistics.items()
+    }
+    return {feature: dimensions for feature, dimensions in constant.items() if dimensions}
+
+
+def check_statistics(statistics: Statistics, dimensions: Mapping[str, int], source: str) -> None:
+    """Raises ValueError unless `statistics` has every number of every feature, finite and of the given length.
+
+    dimensions: {feature: D}. source: where the statistics came from, for the message.
+    """
+    for feature, size in dimensions.items():
+        if feature not in statistics:
+            raise ValueError(f"{source} has no statistics of '{feature}'; it has {sorted(statistics)}")
+        for name in REQUIRED:
+            values = statistics[feature].get(name)
+            if values is None:
+                raise ValueError(
+                    f"{source}: '{feature}' lacks '{name}'; it has {sorted(statistics[feature])}. "
+                    "Use statistics='computed' to compute all of them from the data set"
+                )
+            if values.shape != (size,):
+                raise ValueError(
+                    f"{source}: '{feature}/{name}' has {list(values.shape)} values, the data set's '{feature}' "
+                    f"has {size} dimensions"
+                )
+            if not np.isfinite(values).all():
+                raise ValueError(f"{source}: '{feature}/{name}' has values that are not finite: {values.tolist()}")
+
+
+def has_required(statistics: Statistics, features: Sequence[str]) -> bool:
+    """Whether every number that a policy needs is there (files of LeRobot before v3.0 have no quantiles)."""
+    return all(feature in statistics and set(REQUIRED) <= set(statistics[feature]) for feature in features)
+
+
+def load_statistics(path: str | Path) -> Statistics:
+    """Reads a file in the form of LeRobot's `meta/stats.json`: {feature: {name: numbers}}.
+
+    Values come back as float64 (count: int64) with at least one axis. Raises FileNotFoundError when there is no such
+    file, ValueError when it is no such form.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"no statistics file at '{file}'")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no valid JSON: {error}") from error
+    statistics: Statistics = {}
+    if not isinstance(raw, dict) or not all(isinstance(numbers, dict) for numbers in raw.values()):
+        raise ValueError(f"{file} must hold {{feature: {{'mean': [...], 'std': [...], ...}}}} as meta/stats.json does")
+    for feature, numbers in raw.items():
+        statistics[feature] = {}
+        for name, values in numbers.items():
+            dtype = np.int64 if name == "count" else np.float64
+            try:
+                statistics[feature][name] = np.atleast_1d(np.asarray(values, dtype=dtype))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{file}: '{feature}/{name}' is no array of numbers: {error}") from error
+    return statistics
+
+
+def save_statistics(statistics: Statistics, path: str | Path) -> None:
+    """Writes the form that `load_statistics` reads; float64 values survive exactly."""
+    plain = {
+        feature: {name: np.asarray(values).tolist() for name, values in numbers.items()}
+        for feature, numbers in statistics.items()
+    }
+    Path(path).write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n", encoding="utf-8")
