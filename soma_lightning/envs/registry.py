@@ -1,0 +1,58 @@
+"""How an environment is named and built, in this process or in a worker."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from soma_lightning.envs.base import ManipulationEnv, require_known
+
+#: Name -> "module:class". The class is imported when an environment is built, not before.
+ENVIRONMENTS = {"somatable": "soma_lightning.envs.somatable:SomaTable"}
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """A picklable recipe for one environment; calling it builds the environment.
+
+    `name` is a registered name or "package.module:Class" of your own; `settings` are the constructor's arguments.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> ManipulationEnv:
+        return make(self.name, **self.settings)
+
+    def replace(self, **settings: Any) -> EnvSpec:
+        """The same recipe with some settings changed or added."""
+        return EnvSpec(self.name, {**self.settings, **settings})
+
+
+def environment_class(name: str) -> type[ManipulationEnv]:
+    """The class behind `name`. ValueError naming the nearest known name, or why "module:Class" cannot be used."""
+    if ":" not in name:
+        require_known("environment", name, ENVIRONMENTS)
+    module_name, _, class_name = ENVIRONMENTS.get(name, name).partition(":")
+    try:
+        cls = getattr(import_module(module_name), class_name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"environment '{name}' cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, ManipulationEnv)):
+        raise ValueError(f"environment '{name}' is not a subclass of ManipulationEnv")
+    return cls
+
+
+def make(name: str, **settings: Any) -> ManipulationEnv:
+    """Builds environment `name` with `settings`, for example `make("somatable", image_size=64, obs_type="state")`.
+
+    ValueError naming the nearest name for an unknown environment or an unknown setting.
+    """
+    cls = environment_class(name)
+    accepted = [parameter for parameter in inspect.signature(cls).parameters if parameter != "self"]
+    for setting in settings:
+        require_known(f"setting of environment '{name}'", setting, accepted)
+    return cls(**settings)
