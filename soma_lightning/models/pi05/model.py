@@ -1,0 +1,178 @@
+"""What is the pi0.5 network? A frozen prefix, an action expert on its keys and values, and the flow that joins them.
+
+Flow time runs from 1 (pure noise) to 0 (data): x_t = t * noise + (1 - t) * actions, and the network predicts the
+velocity u = noise - actions (pi0, Black et al. 2024; pi0.5, Physical Intelligence 2025).
+
+Shape letters: B observations, T draws of (noise, time) an observation, N = B * T, H horizon, A action width, L prompt
+tokens, R image resolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.expert import ActionExpert
+from soma_lightning.models.pi05.initialization import initialize_expert
+from soma_lightning.models.pi05.prefix import PI05Prefix, PrefixCache
+
+#: Which parameters stay in fp32 when the matrix products run in bf16: parts of our parameter names, per family.
+FP32_ISLANDS: dict[str, tuple[str, ...]] = {
+    "lerobot": ("vision_tower.", "multi_modal_projector.", "norm.", "action_", "time_mlp_"),
+    "openpi": (
+        "vision_tower.embeddings.",
+        "_layernorm.",
+        "language_model.norm.",
+        "expert.norm.",
+        "action_",
+        "time_mlp_",
+    ),
+}
+#: Names that the patterns above would catch although the family computes them in bf16.
+_NO_ISLAND: dict[str, tuple[str, ...]] = {"lerobot": (), "openpi": ("vision_tower.post_layernorm.",)}
+
+
+class PI05Model(nn.Module):
+    """The network without tokenizer, image preparation and statistics: normalised tensors in, velocities out.
+
+    Starts like the public code (adaptive norms at zero, so the expert is an identity); `checkpoint.load_weights`
+    replaces the values, `initialization.initialize_from_scratch` prepares training without a checkpoint. Parts are
+    frozen as `config.trainable` says. Build it under `torch.device("meta")` to allocate nothing.
+    """
+
+    #: Units for sharding and activation checkpointing: each is always entered through its own forward.
+    _no_split_modules: ClassVar[list[str]] = ["SiglipEncoderLayer", "PrefixLayer", "ExpertLayer"]
+    #: Entry points besides forward (FSDP gathers the root's parameters before each).
+    forward_methods: ClassVar[tuple[str, ...]] = ("encode_prefix", "velocity", "flow_loss", "sample_actions")
+
+    def __init__(self, config: PI05Config) -> None:
+        super().__init__()
+        self.config = config
+        self.prefix = PI05Prefix(config)
+        self.expert = ActionExpert(config)
+        initialize_expert(self.expert)
+        cast_to_islands(self, getattr(torch, config.dtype), config.islands)
+        self.freeze(config.trainable)
+
+    def encode_prefix(
+        self,
+        images: list[Tensor],
+        image_masks: list[Tensor],
+        tokens: Tensor,
+        token_mask: Tensor,
+        compact: bool = True,
+    ) -> PrefixCache:
+        """Runs images and prompt once; everything else reads the result.
+
+        images: one float [B, 3, R, R] in -1..1 a camera slot; image_masks: one bool [B] a slot, True = readable;
+        tokens: int64 [B, L]; token_mask: bool [B, L]. Slots that are masked in every row are not computed and may be
+        left out. Masks may live on the CPU while the model does not: then nothing waits for the device.
+        compact: readable tokens move to the front and the sequence is cut to the longest row. Exact, because masked
+        tokens take no position and are never read; False keeps the padded shape (for static shapes).
+
+        Gradients flow only if a parameter of the prefix is trainable. Raises ValueError for shapes that do not fit and
+        for a row without any readable token.
+        """
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.prefix.parameters())
+        with torch.set_grad_enabled(trains):
+            cache: PrefixCache = self.prefix(images, image_masks, tokens, token_mask, compact)
+        return cache
+
+    def velocity(self, prefix: PrefixCache, x_t: Tensor, time: Tensor) -> Tensor:
+        """Predicted velocity (noise - actions), float32 [N, H, A].
+
+        x_t: [N, H, A] with N = B * T; row n reads prefix row n // T. time: [N], 1 = noise, 0 = data.
+        """
+        self._check_rows(prefix, x_t, time)
+        v: Tensor = self.expert(prefix, x_t, time)
+        return v
+
+    def flow_loss(self, prefix: PrefixCache, actions: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """Squared error of the velocity, elementwise: float32 [N, H, A].
+
+        actions: [B, H, A], normalised and zero-padded, shared by the T draws. noise: standard normal [N, H, A];
+        time: [N]. The prefix is never repeated.
+        """
+        B, N = actions.shape[0], noise.shape[0]
+        if prefix.lengths.shape[0] != B or N % B or actions.shape[1:] != noise.shape[1:]:
+            raise ValueError(
+                f"actions {tuple(actions.shape)} and noise {tuple(noise.shape)} do not fit a prefix of "
+                f"{prefix.lengths.shape[0]} rows; expected actions [B, H, A] and noise [B * T, H, A]"
+            )
+        shared = actions.float()[:, None]
+        noise_BTHA, t = noise.float().reshape(B, -1, *noise.shape[1:]), time.float().reshape(B, -1, 1, 1)
+        x_t = t * noise_BTHA + (1.0 - t) * shared
+        target = (noise_BTHA - shared).flatten(0, 1)
+        return (self.velocity(prefix, x_t.flatten(0, 1), time) - target).square()
+
+    @torch.no_grad()
+    def sample_actions(self, prefix: PrefixCache, noise: Tensor, num_steps: int) -> Tensor:
+        """Integrates the flow from noise (t = 1) to actions (t = 0) in Euler steps: float32 [N, H, A].
+
+        noise: standard normal [N, H, A]; num_steps: steps of size 1 / num_steps.
+        """
+        if num_steps < 1:
+            raise ValueError(f"num_steps={num_steps} must be at least 1")
+        x, dt = noise.float(), -1.0 / num_steps
+        for step in range(num_steps):
+            time = torch.full((x.shape[0],), 1.0 + step * dt, device=x.device)
+            x = x + dt * self.velocity(prefix, x, time)
+        return x
+
+    def freeze(self, trainable: Literal["expert", "all"]) -> None:
+        """Says what trains: "expert" freezes the whole prefix, "all" trains everything that the loss can reach.
+
+        The dead end of the last prefix layer stays frozen in both: it never gets a gradient.
+        """
+        if trainable not in ("expert", "all"):
+            raise ValueError(f"trainable={trainable!r} must be 'expert' or 'all'")
+        self.requires_grad_(True)
+        for module in [self.prefix] if trainable == "expert" else self.prefix.unreached_modules():
+            module.requires_grad_(False)
+        self.train(self.training)
+
+    def frozen_modules(self) -> list[nn.Module]:
+        """The largest modules of which no parameter trains; they stay in eval mode."""
+        return list(_frozen(self))
+
+    def trainable_names(self) -> list[str]:
+        """Names of the parameters that train."""
+        return [name for name, p in self.named_parameters() if p.requires_grad]
+
+    def train(self, mode: bool = True) -> PI05Model:
+        """Like nn.Module.train, but frozen modules stay in eval mode."""
+        super().train(mode)
+        for module in self.frozen_modules():
+            module.eval()
+        return self
+
+    def _check_rows(self, prefix: PrefixCache, x_t: Tensor, time: Tensor) -> None:
+        B, A = prefix.lengths.shape[0], self.config.max_action_dim
+        if x_t.dim() != 3 or x_t.shape[0] % B or x_t.shape[-1] != A:
+            raise ValueError(
+                f"x_t must be [N, H, A] with N a multiple of the prefix's {B} rows and A = {A}, got {tuple(x_t.shape)}"
+            )
+        if time.shape != x_t.shape[:1]:
+            raise ValueError(f"time must be [N] = {tuple(x_t.shape[:1])}, got {tuple(time.shape)}")
+
+
+def _frozen(module: nn.Module) -> Iterator[nn.Module]:
+    parameters = list(module.parameters())
+    if parameters and not any(p.requires_grad for p in parameters):
+        yield module
+        return
+    for child in module.children():
+        yield from _frozen(child)
+
+
+def cast_to_islands(model: PI05Model, dtype: torch.dtype, islands: str) -> None:
+    """Casts parameters in place to `dtype`, except the fp32 islands of the family `islands` ("lerobot", "openpi")."""
+    if islands not in FP32_ISLANDS:
+        raise ValueError(f"islands={islands!r} is unknown; known: {sorted(FP32_ISLANDS)}")
+    for name, p in model.named_parameters():
+        kept = any(part in name for part in FP32_ISLANDS[islands])
+        p.data = p.data.to(torch.float32 if kept and not any(x in name for x in _NO_ISLAND[islands]) else dtype)
