@@ -66,7 +66,7 @@ def interpolate(actions: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, T
     """
     if noise.shape[1:] != actions.shape[1:] or actions.shape[0] == 0 or noise.shape[0] % actions.shape[0]:
         raise ValueError(
-            f"noise {tuple(noise.shape)} must have the shape of actions {tuple(actions.shape)}, or a multiple of its rows"
+            f"noise {tuple(noise.shape)} must have the shape of actions {tuple(actions.shape)}, or T times its rows"
         )
     if time.shape != noise.shape[:1]:
         raise ValueError(f"time must be [{noise.shape[0]}], one per row of noise, got {tuple(time.shape)}")

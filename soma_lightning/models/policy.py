@@ -117,7 +117,7 @@ class PolicyCheck:
         return f"{head}; {len(self.problems)} problem(s):\n" + "\n".join(f"- {problem}" for problem in self.problems)
 
 
-def check_policy(policy: BasePolicy, env_obs: EnvObservation) -> PolicyCheck:
+def check_policy(policy: nn.Module, env_obs: EnvObservation) -> PolicyCheck:
     """Runs a policy through the contract of `BasePolicy` on one batch of observations.
 
     Checks the actions of both modes, the recorded results, that replaying a record gives a probability ratio of exactly
@@ -126,8 +126,10 @@ def check_policy(policy: BasePolicy, env_obs: EnvObservation) -> PolicyCheck:
     NotImplementedError become a problem with their type and message. The policy's gradients are as before afterwards.
     """
     check = PolicyCheck(type(policy).__name__)
-    if not isinstance(policy, BasePolicy):
-        check.problems.append(f"{check.policy} is no BasePolicy; derive from soma_lightning.BasePolicy")
+    if not isinstance(policy, nn.Module) or not callable(getattr(policy, "predict_action_batch", None)):
+        check.problems.append(
+            f"{check.policy} must be an nn.Module with predict_action_batch(); derive it from soma_lightning.BasePolicy"
+        )
         return check
     before = _PolicyState(policy)
     _check_mode(policy, env_obs, "eval", check)
@@ -170,12 +172,12 @@ class _PolicyState:
             p.grad = self.grads.get(name)
 
 
-def _check_mode(policy: BasePolicy, env_obs: EnvObservation, mode: Mode, check: PolicyCheck) -> dict[str, Any] | None:
+def _check_mode(policy: nn.Module, env_obs: EnvObservation, mode: Mode, check: PolicyCheck) -> dict[str, Any] | None:
     """Calls `predict_action_batch` in one mode and checks the actions; returns the result of train mode."""
     call = f'predict_action_batch(mode="{mode}")'
     kept = copy.deepcopy(env_obs)
     try:
-        answer = policy.predict_action_batch(env_obs, mode=mode)
+        answer = policy.predict_action_batch(env_obs, mode=mode)  # type: ignore[operator]
     except NotImplementedError as error:
         if mode == "train":
             check.train_mode = f"not implemented ({error})"
@@ -224,7 +226,7 @@ def _action_problems(actions: Any, num_envs: int) -> list[str]:
     return problems
 
 
-def _check_record(policy: BasePolicy, result: dict[str, Any], num_envs: int, check: PolicyCheck) -> None:
+def _check_record(policy: nn.Module, result: dict[str, Any], num_envs: int, check: PolicyCheck) -> None:
     """Checks what train mode recorded, then replays it through `default_forward`."""
     keys = ("prev_logprobs", "prev_values", "forward_inputs")
     missing = [key for key in keys if result.get(key) is None]
@@ -277,7 +279,7 @@ def _gradient_problems(policy: nn.Module, replay: dict[str, Tensor]) -> list[str
     roots = [replay[key].sum() for key in ("logprobs", "values") if replay[key].requires_grad]
     if not roots:
         return problems
-    torch.stack(roots).sum().backward()
+    torch.autograd.backward(torch.stack(roots).sum())
     grads = [p.grad for p in policy.parameters() if p.requires_grad and p.grad is not None]
     if not any(grad.abs().sum() > 0 for grad in grads):
         problems.append("no trainable parameter receives a gradient from logprobs and values")
