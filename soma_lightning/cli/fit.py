@@ -83,6 +83,7 @@ class SomaCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         settings = self._get(self.config_init, "trainer")
         root = Path(settings["default_root_dir"] or "outputs")
+        kwargs["default_root_dir"] = str(root)
         if settings["logger"] in (None, True):
             kwargs["logger"] = default_loggers(root)
         trainer = super().instantiate_trainer(**kwargs)

@@ -1,0 +1,51 @@
+"""`soma compare` reads evaluations, draws them and checks a claim."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from soma_lightning.cli import compare
+from soma_lightning.evaluation import wilson_interval
+
+
+def write_evaluation(folder: Path, successes: int, episodes: int = 100, first: int = 0) -> Path:
+    folder.mkdir()
+    task = {
+        "successes": successes,
+        "episodes": episodes,
+        "wilson95": list(wilson_interval(successes, episodes)),
+        "init_states": list(range(first, first + episodes)),
+    }
+    (folder / "results.json").write_text(json.dumps({"tasks": {"pick": task}}))
+    return folder
+
+
+def run(tmp_path: Path, entries: list[str], *more: str) -> int:
+    return compare.main(["--results", json.dumps(entries), "--out", str(tmp_path / "bars.png"), *more])
+
+
+@pytest.mark.parametrize(("second", "status"), [(10, 0), (60, 1)])
+def test_claim_decides_the_exit_status(tmp_path: Path, second: int, status: int):
+    entries = [f"ours={write_evaluation(tmp_path / 'a', 70)}", f"blind={write_evaluation(tmp_path / 'b', second)}"]
+    assert run(tmp_path, entries, "--claim_best", "ours") == status
+    verdict = json.loads((tmp_path / "bars.json").read_text())["claim"]
+    assert verdict["holds"] is (status == 0)
+    assert (tmp_path / "bars.png").stat().st_size > 0
+
+
+def test_errors_name_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    good = f"a={write_evaluation(tmp_path / 'a', 3)}"
+    assert run(tmp_path, [good, "b"]) == 2
+    assert "not LABEL=FOLDER" in capsys.readouterr().err
+    assert run(tmp_path, [good, f"b={tmp_path / 'missing'}"]) == 2
+    assert "run soma eval" in capsys.readouterr().err
+    assert run(tmp_path, [good], "--claim_best", "c") == 2
+    assert "none of the labels ['a']" in capsys.readouterr().err
+    assert run(tmp_path, [good], "--task", "push") == 2
+    assert "has no task 'push'" in capsys.readouterr().err
+    other = f"b={write_evaluation(tmp_path / 'b', 3, first=50)}"
+    assert run(tmp_path, [good, other]) == 2
+    assert "different initial states" in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""The `soma` command picks subcommands and explains wrong ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from soma_lightning.cli import main as cli
+from soma_lightning.cli.fit import find_config, recipe_names, resolve_configs
+from soma_lightning.cli.parser import explain, options_of
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in cli.COMMANDS)
+
+
+def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["evla"]) == 2
+    assert "did you mean 'eval'" in capsys.readouterr().err
+
+
+def test_recipe_names_resolve_to_packaged_files():
+    assert "pi05_somatable" in recipe_names()
+    assert find_config("pi05_somatable").endswith("recipes/pi05_somatable.yaml")
+    line = ["fit", "--config", "pi05_somatable", "--config=pi05_somatable_base", "--trainer.max_steps", "3"]
+    resolved = list(resolve_configs(line))
+    assert resolved[2].endswith("pi05_somatable.yaml")
+    assert resolved[3].startswith("--config=/")
+    assert resolved[4:] == ["--trainer.max_steps", "3"]
+
+
+def test_missing_config_names_the_nearest_recipe():
+    with pytest.raises(FileNotFoundError, match="Did you mean 'pi05_somatable'"):
+        find_config("pi05_somatabel")
+
+
+@pytest.mark.parametrize(
+    ("message", "nearest"),
+    [
+        ("Problem with given class_path 'soma_lightning.modules.base.TrainingConfig':\n Option 'lrr' is not accepted", "lr"),
+        ("Subcommand 'fit' does not accept option 'modell.class_path'", "model"),
+        ("unrecognized arguments: --trainer.max_step=3", "trainer.max_steps"),
+    ],
+)
+def test_unknown_options_name_the_nearest(message: str, nearest: str):
+    assert f"'{nearest}'" in explain(message, ["model", "data", "trainer.max_steps", "trainer.max_epochs"])
+
+
+def test_other_messages_stay_as_they_are():
+    assert explain("Expected a <class 'int'>. Got value: abc", []) == "Expected a <class 'int'>. Got value: abc"
+
+
+def test_options_of_a_class_include_dataclass_fields():
+    assert {"pretrained", "training", "training.lr", "training.flow_draws"} <= set(
+        options_of("soma_lightning.modules.PI05Module")
+    )

@@ -1,0 +1,183 @@
+"""Evaluation: seeded noise, slots that refill, resuming, intervals, files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from soma_lightning.envs.base import ChunkOutcome, Episode
+from soma_lightning.evaluation import (
+    EPISODES,
+    EvaluationSettings,
+    draw_noise,
+    evaluate,
+    summarize,
+    wilson_interval,
+)
+
+
+class CountingEnvs:
+    """An episode of state k ends after k % 3 + 1 chunks and succeeds when the mean of its actions is positive."""
+
+    tasks = ("push", "pick")
+
+    def __init__(self, num_slots: int, fail_after: int | None = None) -> None:
+        self.num_slots, self.fail_after = num_slots, fail_after
+        self.running: dict[int, tuple[Episode, int, float]] = {}
+        self.executed: list[tuple[int, ...]] = []
+
+    def reset(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
+        for slot, episode in zip(slots, episodes, strict=True):
+            self.running[slot] = (episode, 0, 0.0)
+
+    def observe(self, slots: Sequence[int]) -> dict:
+        tasks = [self.running[slot][0].task for slot in slots]
+        return {"main_images": None, "states": np.zeros((len(slots), 8)), "task_descriptions": tasks}
+
+    def execute(self, slots, actions, record) -> list[ChunkOutcome]:
+        if self.fail_after is not None and len(self.executed) >= self.fail_after:
+            raise RuntimeError("the simulator died")
+        self.executed.append(actions.shape)
+        outcomes = []
+        for index, slot in enumerate(slots):
+            episode, chunks, total = self.running[slot]
+            chunks, total = chunks + 1, total + float(actions[index].mean())
+            self.running[slot] = (episode, chunks, total)
+            done = chunks == episode.init_state % 3 + 1
+            frames = [np.full((8, 8, 3), 40 * chunks, np.uint8)] * 2 if record[index] else None
+            outcomes.append(ChunkOutcome(done and total > 0, done, actions.shape[1], 0.5, frames))
+        return outcomes
+
+
+class NoisePolicy:
+    """Acts its own noise, so the outcome shows which noise it was given."""
+
+    noise_shape = (4, 7)
+    config = SimpleNamespace(n_action_steps=2, num_inference_steps=3)
+
+    def predict_action_batch(self, observation, *, mode, compute_values, num_steps, noise):
+        assert mode == "eval"
+        assert len(observation["task_descriptions"]) == len(noise)
+        return noise.numpy(), {}
+
+    def report_facts(self) -> dict:
+        return {"kind": "noise"}
+
+
+def settings(**changes) -> EvaluationSettings:
+    values = {"policy": "p", "env": "e", "tasks": ("pick", "push"), "executed_steps": 2, "denoising_steps": 3}
+    return EvaluationSettings(**{**values, "episodes": 7, "recorded": 1, **changes})
+
+
+def outcome_of(results: dict) -> dict:
+    return {name: (task["successful_init_states"], task["episodes"]) for name, task in results["tasks"].items()}
+
+
+def test_outcome_does_not_depend_on_the_number_of_slots(tmp_path: Path):
+    one = evaluate(NoisePolicy(), CountingEnvs(1), settings(), tmp_path / "one")
+    five = evaluate(NoisePolicy(), CountingEnvs(5), settings(), tmp_path / "five")
+    assert outcome_of(one) == outcome_of(five)
+    assert one["overall"]["episodes"] == 14
+    assert 0 < one["overall"]["successes"] < 14
+
+
+def test_outcome_is_what_the_noise_says(tmp_path: Path):
+    used = settings(tasks=("push",), episodes=3)
+    results = evaluate(NoisePolicy(), CountingEnvs(2), used, tmp_path)
+    expected = []
+    for k in range(3):
+        noise = [draw_noise(used, Episode("push", k), look, (4, 7))[:2] for look in range(k % 3 + 1)]
+        if torch.stack(noise).mean(dim=(1, 2)).sum() > 0:
+            expected.append(k)
+    assert results["tasks"]["push"]["successful_init_states"] == expected
+
+
+def test_only_the_executed_steps_reach_the_environment(tmp_path: Path):
+    envs = CountingEnvs(3)
+    evaluate(NoisePolicy(), envs, settings(executed_steps=3), tmp_path)
+    assert {shape[1:] for shape in envs.executed} == {(3, 7)}
+
+
+def test_interrupted_evaluation_goes_on(tmp_path: Path):
+    whole = evaluate(NoisePolicy(), CountingEnvs(2), settings(), tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="simulator died"):
+        evaluate(NoisePolicy(), CountingEnvs(2, fail_after=5), settings(), tmp_path / "parts")
+    log = tmp_path / "parts" / EPISODES
+    kept = log.read_text()
+    assert 0 < kept.count("\n") < 14
+    log.write_text(kept + '{"task": "pick", "init_')  # killed while writing
+    resumed = evaluate(NoisePolicy(), CountingEnvs(2), settings(), tmp_path / "parts")
+    assert outcome_of(resumed) == outcome_of(whole)
+    assert resumed["seconds"]["episodes_run"] == 14 - kept.count("\n")
+
+
+def test_other_settings_are_refused_until_overwritten(tmp_path: Path):
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(), tmp_path)
+    with pytest.raises(ValueError, match=r"other settings \(seed\).*--overwrite"):
+        evaluate(NoisePolicy(), CountingEnvs(2), settings(seed=1), tmp_path)
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(seed=1), tmp_path, overwrite=True)
+    assert json.loads((tmp_path / "results.json").read_text())["settings"]["seed"] == 1
+
+
+def test_files(tmp_path: Path):
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(), tmp_path)
+    for name in ("results.json", "success.png", "contact_sheet.png"):
+        assert (tmp_path / name).stat().st_size > 0
+    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
+    assert json.loads((tmp_path / "results.json").read_text())["policy"]["kind"] == "noise"
+
+
+def test_more_executed_steps_than_the_chunk(tmp_path: Path):
+    with pytest.raises(ValueError, match="executed_steps=5 is more than the 4 actions"):
+        evaluate(NoisePolicy(), CountingEnvs(1), settings(executed_steps=5), tmp_path)
+
+
+def test_unknown_task(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"unknown tasks \['sweep'\].*pick"):
+        evaluate(NoisePolicy(), CountingEnvs(1), settings(tasks=("sweep",)), tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"episodes": 0}, {"executed_steps": 0}, {"first_init_state": -1}, {"tasks": ()}])
+def test_impossible_settings(change: dict):
+    with pytest.raises(ValueError, match=r"must|no task"):
+        settings(**change)
+
+
+def test_noise_differs_between_everything_it_depends_on():
+    used = settings()
+    draws = [
+        draw_noise(used, Episode("pick", 0), 0, (3,)),
+        draw_noise(used, Episode("pick", 0), 1, (3,)),
+        draw_noise(used, Episode("pick", 1), 0, (3,)),
+        draw_noise(used, Episode("push", 0), 0, (3,)),
+        draw_noise(settings(seed=1), Episode("pick", 0), 0, (3,)),
+    ]
+    assert len({tuple(draw.tolist()) for draw in draws}) == 5
+
+
+@pytest.mark.parametrize(
+    ("successes", "episodes", "expected"),
+    [(70, 100, (0.604, 0.781)), (0, 100, (0.0, 0.037)), (10, 100, (0.055, 0.174)), (50, 50, (0.929, 1.0))],
+)
+def test_wilson_interval(successes: int, episodes: int, expected: tuple[float, float]):
+    assert wilson_interval(successes, episodes) == pytest.approx(expected, abs=5e-4)
+
+
+def test_wilson_interval_refuses_impossible_counts():
+    with pytest.raises(ValueError, match="no success count"):
+        wilson_interval(3, 2)
+
+
+def test_summary_keeps_the_state_ids():
+    from soma_lightning.evaluation import Rollout
+
+    used = settings(tasks=("pick",), episodes=2, first_init_state=5)
+    summary = summarize(used, [Rollout("pick", 6, True, 9, 1.0), Rollout("pick", 5, False, 20, 0.0)])
+    assert summary["tasks"]["pick"]["init_states"] == [5, 6]
+    assert summary["tasks"]["pick"]["mean_steps_of_successes"] == 9
