@@ -1,7 +1,8 @@
-"""Which optional packages are here, and what to install when one is missing."""
+"""Which optional packages are here, what to install when one is missing, and which extension modules the user names."""
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 EXTRA_OF_PACKAGE = {
@@ -13,6 +14,14 @@ EXTRA_OF_PACKAGE = {
     "ray": "ray",
     "triton": "test",
 }
+
+#: Environment variable: one dotted module name or several separated by commas.
+EXTENSION_VARIABLE = "SOMA_EXT_MODULE"
+
+
+def extension_modules() -> tuple[str, ...]:
+    """Module names in the environment variable SOMA_EXT_MODULE, in order."""
+    return tuple(name.strip() for name in os.environ.get(EXTENSION_VARIABLE, "").split(",") if name.strip())
 
 
 def is_available(package: str) -> bool:

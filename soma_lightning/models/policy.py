@@ -193,7 +193,8 @@ def _check_mode(policy: nn.Module, env_obs: EnvObservation, mode: Mode, check: P
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
         check.problems.append(f"{call} must return (actions, result dictionary), got {type(answer).__name__}")
         return None
-    actions, result = answer
+    actions: Any = answer[0]
+    result: dict[str, Any] = answer[1]
     check.problems.extend(f"{call} {text}" for text in _action_problems(actions, len(kept["task_descriptions"])))
     if isinstance(actions, Tensor | np.ndarray):
         check.action_shape = tuple(actions.shape)
