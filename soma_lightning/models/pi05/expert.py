@@ -11,7 +11,6 @@ Shape letters: B prefix rows, N = B * T action rows, H horizon, A action width, 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soma_lightning.attention import ContextKV, attention
+from soma_lightning.models.flow import time_embedding
 from soma_lightning.models.pi05.config import PI05Config, StreamConfig
 from soma_lightning.models.pi05.rotary import RotaryTable, rotary_table, rotate
 
@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from soma_lightning.models.pi05.prefix import PrefixCache
 
 RMS_EPS = 1e-6
-
-
-def time_embedding(time: Tensor, width: int, min_period: float, max_period: float) -> Tensor:
-    """Sines, then cosines, of flow time at geometrically spaced periods: [N] -> float32 [N, width].
-
-    time: 1 = pure noise, 0 = data. Periods run from min_period to max_period over width / 2 points.
-    """
-    fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=time.device)
-    periods = min_period * (max_period / min_period) ** fraction
-    angles = time.double()[:, None] * (2.0 * math.pi / periods)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).float()
 
 
 class AdaptiveRMSNorm(nn.Module):
@@ -144,7 +133,8 @@ class ActionExpert(nn.Module):
 
     def _condition(self, time: Tensor) -> Tensor:
         """What the adaptive norms are steered by: time [N] -> [N, W]."""
-        embedded = time_embedding(time, self.time_mlp_in.in_features, self.min_period, self.max_period)
+        width = self.time_mlp_in.in_features
+        embedded = time_embedding(time, width, min_period=self.min_period, max_period=self.max_period)
         hidden = F.silu(self.time_mlp_in(embedded.to(self.time_mlp_in.weight.dtype)))
         return F.silu(self.time_mlp_out(hidden))
 

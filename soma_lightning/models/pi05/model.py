@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from soma_lightning.models.flow import euler_sample, interpolate
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.expert import ActionExpert
 from soma_lightning.models.pi05.initialization import initialize_expert
@@ -97,17 +98,10 @@ class PI05Model(nn.Module):
         actions: [B, H, A], normalised and zero-padded, shared by the T draws. noise: standard normal [N, H, A];
         time: [N]. The prefix is never repeated.
         """
-        B, N = actions.shape[0], noise.shape[0]
-        if prefix.lengths.shape[0] != B or N % B or actions.shape[1:] != noise.shape[1:]:
-            raise ValueError(
-                f"actions {tuple(actions.shape)} and noise {tuple(noise.shape)} do not fit a prefix of "
-                f"{prefix.lengths.shape[0]} rows; expected actions [B, H, A] and noise [B * T, H, A]"
-            )
-        shared = actions.float()[:, None]
-        noise_BTHA, t = noise.float().reshape(B, -1, *noise.shape[1:]), time.float().reshape(B, -1, 1, 1)
-        x_t = t * noise_BTHA + (1.0 - t) * shared
-        target = (noise_BTHA - shared).flatten(0, 1)
-        return (self.velocity(prefix, x_t.flatten(0, 1), time) - target).square()
+        if actions.shape[0] != prefix.lengths.shape[0]:
+            raise ValueError(f"actions have {actions.shape[0]} rows, but the prefix has {prefix.lengths.shape[0]}")
+        x_t, target = interpolate(actions.float(), noise.float(), time)
+        return (self.velocity(prefix, x_t, time) - target).square()
 
     @torch.no_grad()
     def sample_actions(self, prefix: PrefixCache, noise: Tensor, num_steps: int) -> Tensor:
@@ -115,13 +109,7 @@ class PI05Model(nn.Module):
 
         noise: standard normal [N, H, A]; num_steps: steps of size 1 / num_steps.
         """
-        if num_steps < 1:
-            raise ValueError(f"num_steps={num_steps} must be at least 1")
-        x, dt = noise.float(), -1.0 / num_steps
-        for step in range(num_steps):
-            time = torch.full((x.shape[0],), 1.0 + step * dt, device=x.device)
-            x = x + dt * self.velocity(prefix, x, time)
-        return x
+        return euler_sample(lambda x_t, time: self.velocity(prefix, x_t, time), noise.float(), num_steps)
 
     def freeze(self, trainable: Literal["expert", "all"]) -> None:
         """Says what trains: "expert" freezes the whole prefix, "all" trains everything that the loss can reach.
