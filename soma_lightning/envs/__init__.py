@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from soma_lightning.envs.demos import record_demonstrations as record_demonstrations
     from soma_lightning.envs.registry import EnvSpec as EnvSpec
     from soma_lightning.envs.registry import make as make
+    from soma_lightning.envs.registry import make_group as make_group
     from soma_lightning.envs.rendering import check_gl as check_gl
     from soma_lightning.envs.somatable import SomaTable as SomaTable
     from soma_lightning.envs.vector import LocalEnvs as LocalEnvs
@@ -38,6 +39,7 @@ _HOME_OF_NAME = {
     "record_demonstrations": "demos",
     "EnvSpec": "registry",
     "make": "registry",
+    "make_group": "registry",
     "check_gl": "rendering",
     "SomaTable": "somatable",
     "LocalEnvs": "vector",

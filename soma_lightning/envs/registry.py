@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from soma_lightning.envs.base import ManipulationEnv, require_known
+from soma_lightning.envs.vector import LocalEnvs, SpawnedEnvs
 
 #: Name -> "module:class". The class is imported when an environment is built, not before.
 ENVIRONMENTS = {"somatable": "soma_lightning.envs.somatable:SomaTable"}
@@ -19,13 +20,19 @@ class EnvSpec:
     """A picklable recipe for one environment; calling it builds the environment.
 
     `name` is a registered name or "package.module:Class" of your own; `settings` are the constructor's arguments.
+    Raises ValueError naming the nearest name for an unknown environment or setting, before anything is built.
     """
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        accepted = inspect.signature(environment_class(self.name)).parameters
+        for setting in self.settings:
+            require_known(f"setting of environment '{self.name}'", setting, accepted)
+
     def __call__(self) -> ManipulationEnv:
-        return make(self.name, **self.settings)
+        return environment_class(self.name)(**self.settings)
 
     def replace(self, **settings: Any) -> EnvSpec:
         """The same recipe with some settings changed or added."""
@@ -51,8 +58,14 @@ def make(name: str, **settings: Any) -> ManipulationEnv:
 
     ValueError naming the nearest name for an unknown environment or an unknown setting.
     """
-    cls = environment_class(name)
-    accepted = [parameter for parameter in inspect.signature(cls).parameters if parameter != "self"]
-    for setting in settings:
-        require_known(f"setting of environment '{name}'", setting, accepted)
-    return cls(**settings)
+    return EnvSpec(name, settings)()
+
+
+def make_group(
+    name: str, settings: Mapping[str, Any], *, num_slots: int, num_workers: int = 0, timeout_s: float = 60.0
+) -> LocalEnvs | SpawnedEnvs:
+    """`num_slots` environments as one batch: in this process when `num_workers` is 0, else in that many processes."""
+    spec = EnvSpec(name, settings)
+    if num_workers == 0:
+        return LocalEnvs(spec, num_slots)
+    return SpawnedEnvs(spec, num_slots, num_workers, timeout_s)

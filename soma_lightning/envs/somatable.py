@@ -305,7 +305,7 @@ class SomaTable(ManipulationEnv):
 def reach_target(task: str, state: TableState) -> np.ndarray:
     """Where the grip must be in a reach task, float64 [3], m."""
     if task == "reach_cube":
-        return state.cube + np.array([0.0, 0.0, HOVER_M])
+        return np.asarray(state.cube + np.array([0.0, 0.0, HOVER_M]))
     disc = {"reach_green": state.green, "reach_blue": state.blue}[task]
     return np.array([*disc, TABLE_TOP_M + HOVER_M])
 

@@ -1,0 +1,202 @@
+"""How demonstrations are recorded: successful attempts of the scripted experts, in order, into a data set writer.
+
+The result depends on settings and seed alone, not on the number of worker processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from soma_lightning.contract import ACTION, CAMERA_OF_OBSERVATION, STATE
+from soma_lightning.envs.base import ACTION_DIM, require_known
+from soma_lightning.envs.recorder import DEMONSTRATION_STREAM, Recorder, Rollout
+from soma_lightning.envs.registry import EnvSpec, environment_class
+from soma_lightning.envs.somatable import TASKS, SomaTable
+from soma_lightning.envs.worker import Worker, WorkerError, WorkerFailure, ordered_results
+
+FPS = 20
+_MAIN_CAMERA, _WRIST_CAMERA = CAMERA_OF_OBSERVATION["main_images"], CAMERA_OF_OBSERVATION["wrist_images"]
+_STATE_NAMES = ["x", "y", "z", "axis_angle_x", "axis_angle_y", "axis_angle_z", "left_finger", "right_finger"]
+_ACTION_NAMES = ["dx", "dy", "dz", "rotation_x", "rotation_y", "rotation_z", "gripper"]
+#: A task is given up after this many attempts: an expert that rarely succeeds makes poor teaching.
+_MIN_ATTEMPTS, _ATTEMPTS_PER_EPISODE = 20, 5
+_REPORTS_PER_TASK = 5
+
+
+class EpisodeWriter(Protocol):
+    """Where episodes go (`LeRobotWriter`, or a list in tests)."""
+
+    def add_episode(self, frames: Mapping[str, np.ndarray], task: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class TaskSummary:
+    """What recording one task took. init_states: those of the kept episodes, in the data set's order."""
+
+    task: str
+    instruction: str
+    attempts: int
+    init_states: list[int]
+
+    @property
+    def success_rate(self) -> float:
+        return len(self.init_states) / self.attempts
+
+
+@dataclass
+class RecordingSummary:
+    """How a data set was made; enough to make it again."""
+
+    environment: str
+    settings: dict[str, Any]
+    seed: int
+    init_state_stream: int
+    noise: float
+    tasks: list[TaskSummary] = field(default_factory=list)
+    num_frames: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain JSON types, with each task's success rate."""
+        tasks = [{**asdict(task), "success_rate": task.success_rate} for task in self.tasks]
+        return {**asdict(self), "tasks": tasks}
+
+
+def demonstration_features(image_size: int) -> dict[str, dict[str, Any]]:
+    """The data set's features, as `LeRobotWriter` takes them."""
+    image = {"dtype": "image", "shape": (image_size, image_size, 3), "names": ["height", "width", "channel"]}
+    return {
+        _MAIN_CAMERA: image,
+        _WRIST_CAMERA: dict(image),
+        STATE: {"dtype": "float32", "shape": (len(_STATE_NAMES),), "names": _STATE_NAMES},
+        ACTION: {"dtype": "float32", "shape": (ACTION_DIM,), "names": _ACTION_NAMES},
+    }
+
+
+def record_demonstrations(
+    spec: EnvSpec,
+    tasks: Sequence[str],
+    *,
+    episodes: int,
+    writer: EpisodeWriter,
+    seed: int = 0,
+    noise: float = 0.25,
+    workers: int = 1,
+    timeout_s: float = 120.0,
+    report: Callable[[str], None] = print,
+) -> RecordingSummary:
+    """Records `episodes` successful demonstrations of every task and hands them to `writer`, task by task.
+
+    noise: standard deviation of the disturbance, action units; the stored actions are the expert's clean ones.
+    workers: 1 records in this process, more in that many spawned ones; the result is the same. timeout_s: the longest
+    one attempt may take in a worker. report: receives lines of progress.
+
+    Raises ValueError for unknown names and values out of range, RuntimeError when a task succeeds so rarely that
+    `episodes` are not reached within five times as many attempts, WorkerError when a worker fails.
+    """
+    check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, workers=workers)
+    summary = RecordingSummary(spec.name, dict(spec.settings), seed, DEMONSTRATION_STREAM + seed, noise)
+    with _attempts(partial(Recorder, spec, seed, noise), workers, timeout_s) as attempts_of:
+        for task in tasks:
+            summary.num_frames += _record_task(task, episodes, attempts_of, writer, summary.tasks, report)
+    return summary
+
+
+def check_recording(
+    spec: EnvSpec, tasks: Sequence[str], *, episodes: int, seed: int, noise: float, workers: int
+) -> None:
+    """Raises ValueError for settings that `record_demonstrations` cannot work with, before anything is started."""
+    if environment_class(spec.name) is not SomaTable:
+        raise ValueError(f"environment '{spec.name}' has no scripted expert; 'somatable' has")
+    if not tasks:
+        raise ValueError(f"no task was named; known: {', '.join(TASKS)}")
+    for task in tasks:
+        require_known("task", task, TASKS)
+    if len(set(tasks)) != len(tasks):
+        raise ValueError(f"tasks {list(tasks)} name one task twice; raise episodes instead")
+    for name, value, least in (
+        ("episodes", episodes, 1),
+        ("seed", seed, 0),
+        ("noise", noise, 0),
+        ("workers", workers, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    if "stream" in spec.settings:
+        raise ValueError("stream is set by the seed of the recording; leave it out of the environment's settings")
+    if spec.settings.get("obs_type", "image") != "image":
+        raise ValueError("demonstrations hold images; leave obs_type at 'image'")
+
+
+_AttemptsOf = Callable[[str, int], Iterator[Rollout | None]]
+
+
+def _record_task(
+    task: str,
+    episodes: int,
+    attempts_of: _AttemptsOf,
+    writer: EpisodeWriter,
+    summaries: list[TaskSummary],
+    report: Callable[[str], None],
+) -> int:
+    """Records one task, appends its summary, and returns the number of frames."""
+    limit = max(_MIN_ATTEMPTS, _ATTEMPTS_PER_EPISODE * episodes)
+    every = max(1, episodes // _REPORTS_PER_TASK)
+    begin, frames, attempts = time.monotonic(), 0, 0
+    kept: list[int] = []
+    for rollout in attempts_of(task, limit):
+        attempts += 1
+        if rollout is None:
+            continue
+        writer.add_episode(_frames_of(rollout), rollout.instruction)
+        kept.append(rollout.init_state)
+        frames += len(rollout)
+        if len(kept) % every == 0 or len(kept) == episodes:
+            progress = f"{len(kept)}/{episodes} demonstrations of {attempts} attempts"
+            report(f"{task}: {progress}, {frames} frames, {time.monotonic() - begin:.1f} s")
+        if len(kept) == episodes:
+            break
+    if len(kept) < episodes:
+        raise RuntimeError(
+            f"only {len(kept)} of {attempts} attempts of task '{task}' succeeded, {episodes} were asked for; "
+            "lower the noise"
+        )
+    summaries.append(TaskSummary(task, TASKS[task].instruction, attempts, kept))
+    return frames
+
+
+def _frames_of(rollout: Rollout) -> dict[str, np.ndarray]:
+    return {
+        _MAIN_CAMERA: rollout.main_images,
+        _WRIST_CAMERA: rollout.wrist_images,
+        STATE: rollout.states,
+        ACTION: rollout.actions,
+    }
+
+
+@contextmanager
+def _attempts(build: Callable[[], Recorder], workers: int, timeout_s: float) -> Iterator[_AttemptsOf]:
+    """Gives a function (task, limit) -> the results of attempts 0..limit-1, in order."""
+    if workers == 1:
+        recorder = build()
+        try:
+            yield lambda task, limit: (recorder.attempt(task, index) for index in range(limit))
+        finally:
+            recorder.close()
+        return
+    pool = [Worker(number, build, environment={}, start_timeout_s=timeout_s) for number in range(workers)]
+    try:
+        for worker in pool:
+            worker.start()
+        yield lambda task, limit: ordered_results(pool, "attempt", ((task, index) for index in range(limit)), timeout_s)
+    except WorkerFailure as failure:
+        raise WorkerError(f"recording stopped: {failure}", slots=[], episodes={}, results={}) from failure
+    finally:
+        for worker in pool:
+            worker.end()

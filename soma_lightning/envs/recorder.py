@@ -1,0 +1,111 @@
+"""How one demonstration is made: a scripted expert acts, disturbed on purpose, and its clean actions are the labels.
+
+This module needs numpy only, so that recording workers do not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from soma_lightning.envs.base import MAIN_IMAGE, WRIST_IMAGE, state_of
+from soma_lightning.envs.experts import expert_action
+from soma_lightning.envs.registry import EnvSpec
+from soma_lightning.envs.somatable import TASKS, SomaTable
+
+#: Demonstrations with seed s use the init states of stream DEMONSTRATION_STREAM + s, far from evaluation's streams.
+DEMONSTRATION_STREAM = 1_000_000
+_NOISE_PURPOSE = 2  # first word of the noise seeds; init states use 1
+
+_NOISE_DECAY, _NOISE_INPUT = 0.8, 0.6
+_PUSH_PROBABILITY, _PUSH_STEPS = 0.03, 5
+_PUSH_SIZE = np.array([0.8, 0.8, 0.4])  # action units; less along z, where the table is near
+
+
+@dataclass
+class Rollout:
+    """One attempt. T frames: the observation before each step and the expert's clean action for it.
+
+    main_images, wrist_images: uint8 [T, h, w, 3]; states: float32 [T, 8]; actions: float32 [T, 7].
+    """
+
+    task: str
+    instruction: str
+    init_state: int
+    main_images: np.ndarray
+    wrist_images: np.ndarray
+    states: np.ndarray
+    actions: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+
+class Disturbance:
+    """What is added to the expert's translation: correlated noise and now and then a push, in action units.
+
+    AR(1): n = 0.8 n + 0.6 N(0, noise); with probability 0.03 a step, a constant push of up to 0.8 for 5 steps. A
+    policy trained on the clean labels of disturbed states learns to recover. `noise` 0 means none of both.
+    """
+
+    def __init__(self, noise: float, generator: np.random.Generator) -> None:
+        self._noise, self._generator = noise, generator
+        self._correlated, self._push = np.zeros(3), np.zeros(3)
+        self._push_steps_left = 0
+
+    def draw(self) -> np.ndarray:
+        """The next step's disturbance, float64 [3]."""
+        if self._noise == 0.0:
+            return np.zeros(3)
+        fresh = self._generator.normal(0.0, self._noise, 3)
+        self._correlated = _NOISE_DECAY * self._correlated + _NOISE_INPUT * fresh
+        if self._push_steps_left == 0 and self._generator.random() < _PUSH_PROBABILITY:
+            self._push_steps_left = _PUSH_STEPS
+            self._push = self._generator.uniform(-_PUSH_SIZE, _PUSH_SIZE)
+        if self._push_steps_left == 0:
+            return self._correlated
+        self._push_steps_left -= 1
+        return np.asarray(self._correlated + self._push)
+
+
+class Recorder:
+    """Makes demonstrations in one environment. A result depends on (seed, task, index) alone."""
+
+    def __init__(self, spec: EnvSpec, seed: int, noise: float) -> None:
+        env = spec.replace(stream=DEMONSTRATION_STREAM + seed)()
+        if not isinstance(env, SomaTable):
+            env.close()
+            raise ValueError(f"environment '{spec.name}' has no scripted expert; 'somatable' has")
+        self._env, self._seed, self._noise = env, seed, noise
+
+    def attempt(self, task: str, index: int) -> Rollout | None:
+        """Attempt number `index` of `task`, from the init state of that number; None when the task was not solved."""
+        env = self._env
+        env.reset(task, index)
+        seed = (_NOISE_PURPOSE, self._seed, list(TASKS).index(task), index)
+        disturbance = Disturbance(self._noise, np.random.default_rng(seed))
+        observations, actions = [], []
+        while True:
+            action = expert_action(task, env.table_state())
+            observations.append(env.observe())
+            actions.append(action)
+            executed = action.copy()
+            executed[:3] += disturbance.draw()
+            outcome = env.step(executed)
+            if outcome.done:
+                break
+        if not outcome.success:
+            return None
+        return Rollout(
+            task=task,
+            instruction=env.instruction,
+            init_state=index,
+            main_images=np.stack([one[MAIN_IMAGE] for one in observations]),
+            wrist_images=np.stack([one[WRIST_IMAGE] for one in observations]),
+            states=np.stack([state_of(one) for one in observations]),
+            actions=np.stack(actions),
+        )
+
+    def close(self) -> None:
+        self._env.close()
