@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import os
 from importlib.util import find_spec
 
 EXTRA_OF_PACKAGE = {
@@ -39,3 +40,8 @@ def require_package(package: str, *, purpose: str) -> None:
     extra = EXTRA_OF_PACKAGE.get(package)
     target = f"'soma-lightning[{extra}]'" if extra else package
     raise ImportError(f"{package} is needed to {purpose}. Install it with: pip install {target}")
+
+
+def torch_autoload_is_off() -> bool:
+    """True when SOMA_LIGHTNING_AUTOLOAD=0 asks that `import torch` alone registers nothing."""
+    return os.environ.get("SOMA_LIGHTNING_AUTOLOAD") == "0"

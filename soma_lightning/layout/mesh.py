@@ -1,0 +1,93 @@
+"""How many ranks each parallel dimension gets: the `Layout` a user writes, and the mesh it means for a world size.
+
+Mesh dimensions, outermost first: pp (pipeline), dp_replicate, dp_shard, tp (tensor). Pure arithmetic, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+#: Layouts that have a name; `auto` and `fsdp` shard over all ranks, `hsdp` shards inside a node and replicates across.
+NAMED_LAYOUTS = ("auto", "fsdp", "hsdp", "replicate")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks per parallel dimension; their product is the world size.
+
+    shard="auto" takes all ranks that the other dimensions leave. Raises ValueError for a size that is not a positive
+    integer.
+    """
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int | Literal["auto"] = "auto"
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if field.name == "shard" and size == "auto":
+                continue
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                also = ' or "auto"' if field.name == "shard" else ""
+                raise ValueError(f"Layout.{field.name}={size!r} must be a positive integer{also}")
+
+    def resolve(self, world_size: int) -> Layout:
+        """The same layout with `shard` as a number; ValueError unless the product is `world_size`."""
+        others = self.pipeline * self.replicate * self.tensor
+        if self.shard == "auto":
+            if world_size % others:
+                raise ValueError(
+                    f"pipeline={self.pipeline} x replicate={self.replicate} x tensor={self.tensor} = {others} does not "
+                    f"divide the world size {world_size}"
+                )
+            return Layout(self.pipeline, self.replicate, world_size // others, self.tensor)
+        if others * self.shard != world_size:
+            raise ValueError(
+                f"pipeline={self.pipeline} x replicate={self.replicate} x shard={self.shard} x tensor={self.tensor} = "
+                f"{others * self.shard} ranks, but the world size is {world_size}"
+            )
+        return self
+
+    def mesh_shape(self) -> dict[str, int]:
+        """Mesh dimension -> ranks, outermost first, for a resolved layout."""
+        assert isinstance(self.shard, int), "resolve() first"
+        return {"pp": self.pipeline, "dp_replicate": self.replicate, "dp_shard": self.shard, "tp": self.tensor}
+
+
+def resolve_layout(layout: Layout | Mapping[str, Any] | str, *, world_size: int, num_nodes: int = 1) -> Layout:
+    """The layout that `layout` means on `world_size` ranks over `num_nodes` nodes.
+
+    `hsdp` replicates across nodes and shards inside one; on a single node it makes two replicas. With one rank every
+    name means the same: nothing is split. Raises ValueError for an unknown name or key, or sizes that do not fit.
+    """
+    if isinstance(layout, Layout):
+        return layout.resolve(world_size)
+    if isinstance(layout, str):
+        return _named(layout, world_size, num_nodes).resolve(world_size)
+    if not isinstance(layout, Mapping):
+        raise TypeError(f"layout={layout!r} must be a Layout, a dict or one of {', '.join(NAMED_LAYOUTS)}")
+    known = [field.name for field in fields(Layout)]
+    unknown = [key for key in layout if key not in known]
+    if unknown:
+        raise ValueError(f"layout has no dimension {unknown[0]!r}; it has {', '.join(known)}")
+    return Layout(**layout).resolve(world_size)
+
+
+def _named(name: str, world_size: int, num_nodes: int) -> Layout:
+    if name not in NAMED_LAYOUTS:
+        raise ValueError(f"layout={name!r} is unknown; use one of {', '.join(NAMED_LAYOUTS)}, a dict or a Layout")
+    if name == "replicate":
+        return Layout(replicate=world_size, shard=1)
+    if name == "hsdp" and world_size > 1:
+        replicas = num_nodes if num_nodes > 1 else 2
+        if world_size % replicas:
+            raise ValueError(
+                f"layout='hsdp' needs a world size that {replicas} replicas divide, not {world_size}; "
+                f"use layout='fsdp' or name the sizes: Layout(replicate=..., shard=...)"
+            )
+        return Layout(replicate=replicas)
+    return Layout()

@@ -1,0 +1,58 @@
+"""Which clipping the next optimizer step applies: one rule, set before the step and used up by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+NORM_TYPES = (2.0, math.inf)
+
+
+def check_norm_type(norm_type: float) -> float:
+    """`norm_type` as a float; ValueError unless it is 2.0 or inf."""
+    if float(norm_type) not in NORM_TYPES:
+        raise ValueError(f"norm_type={norm_type} is not supported; use 2.0 or inf")
+    return float(norm_type)
+
+
+@dataclass(frozen=True)
+class ClipRule:
+    """What one step does to its gradients before it uses them; `.grad` itself keeps its bits.
+
+    max_norm: the global norm is scaled down to this. max_value: every element is clamped to [-max_value, max_value].
+    normalizer: gradients are divided by it first (number or 0-d tensor). norm_type: 2.0 or inf.
+    Raises ValueError for a limit that is not positive, or when both limits are set.
+    """
+
+    max_norm: float | None = None
+    max_value: float | None = None
+    normalizer: float | Tensor | None = None
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_norm_type(self.norm_type)
+        for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name}={limit} must be positive; leave it out for no clipping")
+        if self.max_norm is not None and self.max_value is not None:
+            raise ValueError(
+                f"max_norm={self.max_norm} and max_value={self.max_value} are both set for one step; "
+                "clip by norm or by value, not both"
+            )
+
+    def tightened(self, other: ClipRule) -> ClipRule:
+        """Both rules, one after the other: the smaller limit wins. ValueError if one clips by norm, one by value."""
+        return ClipRule(
+            max_norm=_smaller(self.max_norm, other.max_norm),
+            max_value=_smaller(self.max_value, other.max_value),
+            normalizer=other.normalizer if other.normalizer is not None else self.normalizer,
+            norm_type=other.norm_type,
+        )
+
+
+def _smaller(a: float | None, b: float | None) -> float | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
