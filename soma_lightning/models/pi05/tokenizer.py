@@ -192,7 +192,8 @@ class PromptTokenizer:
     def encode(self, instructions: Sequence[str], bins: Tensor | None) -> tuple[Tensor, Tensor]:
         """Token ids and their mask for B instructions and int64 [B, S] bins (None for the family "task").
 
-        Returns (tokens int64 [B, L], mask bool [B, L], True at prompt tokens), on the device of `bins` (else CPU).
+        Returns (tokens int64 [B, L] on the device of `bins`, else CPU; mask bool [B, L] on the CPU, True at prompt
+        tokens: it is known without waiting for a device).
         Raises ValueError when a prompt is too long, or when `bins` does not fit the family or the batch.
         """
         if (bins is None) != (self.family == "task"):
@@ -204,8 +205,7 @@ class PromptTokenizer:
         )
         self._check_length(instructions, lengths)
         tokens = tokens[:, : self.max_length].contiguous()
-        lengths_B = torch.tensor(lengths).clamp_(max=self.max_length).to(tokens.device)
-        return tokens, torch.arange(tokens.shape[1], device=tokens.device) < lengths_B[:, None]
+        return tokens, torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
 
     def _encode_by_table(self, instructions: Sequence[str], bins: Tensor | None) -> tuple[Tensor, list[int]]:
         """Head of each instruction (cached) + one id for each bin + tail; no text is spelled."""

@@ -1,0 +1,440 @@
+"""How is pi0.5 trained, asked for actions, saved and loaded? The policy object around the network.
+
+B batch, H action horizon (chunk), A action dimensions of the robot, A_max the model's action width, T flow draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from soma_lightning.contract import ACTION, IMAGE_PREFIX, STATE, EnvObservation, Statistics, batch_from_observation
+from soma_lightning.models.flow import sample_time
+from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights
+from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.config_files import read_config, write_config
+from soma_lightning.models.pi05.folder import fetch_checkpoint, find_statistics, save_side_files, written_at_once
+from soma_lightning.models.pi05.initialization import initialize_from_scratch
+from soma_lightning.models.pi05.model import PI05Model
+from soma_lightning.models.pi05.prefix import PrefixCache
+from soma_lightning.models.pi05.processor import MissingCameras, PI05Processor
+from soma_lightning.models.pi05.tokenizer import BUILTIN, OnLongPrompt, load_builtin_tokenizer
+from soma_lightning.models.policy import BasePolicy, Mode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+class PI05Policy(BasePolicy):
+    """pi0.5 with everything around its network: prompts, images, statistics, objective, sampling, checkpoints.
+
+    config.trainable says what trains; by default the backbone (everything but the action expert and its projections) is
+    frozen. The dimensions of state and action are those of the statistics. Arguments beyond `config` are
+    `PI05Processor`'s. Weights are the public start values; `reset_parameters` prepares training from scratch,
+    `from_pretrained` loads a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: PI05Config,
+        statistics: Statistics | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        on_long_prompt: OnLongPrompt = "error",
+        missing_cameras: MissingCameras = "error",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.statistics_source = "none"
+        self.processor = PI05Processor(
+            config, statistics, tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras
+        )
+        if statistics is not None:
+            self.set_statistics(statistics)
+        self.model = PI05Model(self.config)
+        self._queue: deque[Tensor] = deque()
+
+    # -- what the policy is -------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.model.parameters()).device
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Statistics of state and action in use."""
+        return self.processor.statistics
+
+    @property
+    def noise_shape(self) -> tuple[int, int]:
+        """(H, A_max): shape of one sample's flow noise."""
+        return self.config.chunk_size, self.config.max_action_dim
+
+    def set_statistics(self, statistics: Statistics, source: str = "given") -> None:
+        """Uses these statistics from now on; state and action dimensions follow them.
+
+        source: where they come from, for the run report. Raises ValueError when statistics are missing that the
+        configuration needs, or when they have more action dimensions than the model.
+        """
+        kept = {feature: dict(statistics[feature]) for feature in (STATE, ACTION) if feature in statistics}
+        config = replace(
+            self.config,
+            state_dim=_new_dim("state_dim", self.config.state_dim, kept.get(STATE)),
+            action_dim=_new_dim("action_dim", self.config.action_dim, kept.get(ACTION)),
+        )
+        old = self.processor
+        self.processor = PI05Processor(
+            config, kept, old.tokenizer, on_long_prompt=old.on_long_prompt, missing_cameras=old.missing_cameras
+        )
+        self.config, self.statistics_source = config, source
+
+    def describe(self) -> dict[str, Any]:
+        """Configuration and statistics as plain values (JSON-ready, comparable): what a training checkpoint keeps."""
+        statistics = {
+            feature: {name: value.tolist() for name, value in stats.items()}
+            for feature, stats in (self.statistics or {}).items()
+        }
+        config: dict[str, Any] = json.loads(json.dumps(self.config.to_dict()))
+        return {"config": config, "statistics": statistics, "statistics_source": self.statistics_source}
+
+    def report_facts(self) -> dict[str, Any]:
+        """What the run report says about this policy (JSON-ready)."""
+        config = self.config
+        steps = "padded steps left out" if config.pad_actions == "mask" else "padded steps included"
+        dims = config.action_dim if config.loss_dims == "real" else config.max_action_dim
+        return {
+            "model": "pi05",
+            "trainable_part": config.trainable,
+            "chunk_size": config.chunk_size,
+            "n_action_steps": config.n_action_steps,
+            "num_inference_steps": config.num_inference_steps,
+            "action_dim": config.action_dim,
+            "state_dim": config.state_dim,
+            "statistics": self.statistics_source,
+            "normalization": f"{config.normalization} ({config.normalization_eps} epsilon)",
+            "cameras": list(config.cameras),
+            "empty_cameras": config.empty_cameras,
+            "missing_cameras": self.processor.missing_cameras,
+            "zero_images": config.zero_images,
+            "prompt": config.prompt,
+            "tokenizer": config.tokenizer,
+            "on_long_prompt": self.processor.on_long_prompt,
+            "loss": f"mean over {dims} action dimensions ({config.loss_dims}), {steps}",
+            "dtype": f"{config.dtype} ({config.islands} fp32 islands)",
+        }
+
+    def frozen_modules(self) -> list[nn.Module]:
+        """The largest modules of which no parameter trains."""
+        return self.model.frozen_modules()
+
+    def train(self, mode: bool = True) -> PI05Policy:
+        """Like nn.Module.train, but frozen modules stay in eval mode."""
+        super().train(mode)
+        for module in self.frozen_modules():
+            module.eval()
+        return self
+
+    def backbone_hash(self) -> str:
+        """SHA-256 of every backbone tensor (the part that trainable="expert" freezes): name, dtype, shape and bytes."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model.prefix.named_parameters()):
+            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+            values = parameter.detach().cpu().contiguous()
+            digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def reset_parameters(self) -> None:
+        """Start values for training without a checkpoint (models/pi05/initialization.py says which and why)."""
+        prompts = self.processor.prompts if self.config.tokenizer == BUILTIN else None
+        initialize_from_scratch(self.model, prompts.number_token_ids if prompts is not None else ())
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def sft_forward(  # type: ignore[override]
+        self,
+        batch: Mapping[str, Any],
+        *,
+        noise: Tensor | None = None,
+        time: Tensor | None = None,
+        flow_draws: int = 1,
+        state_noise: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> dict[str, Tensor]:
+        """Flow-matching loss on a training batch (contract.TRAINING_BATCH).
+
+        noise: standard normal float32 [B*T, H, A_max]; time: float32 [B*T] in 0..1, 1 = noise; drawn when None, noise
+        before time, T = `flow_draws` draws a sample that share one prefix. Row n belongs to sample n // T.
+        state_noise: standard deviation added to the normalised state. generator: of every draw.
+
+        Returns loss (0-d mean over what counts), loss_sum and count (0-d; their quotient is loss) and loss_per_dim
+        (detached, [A], or [A_max] with config.loss_dims="padded").
+        Raises ValueError for batches or draws that do not fit (see `PI05Processor`).
+        """
+        if flow_draws < 1:
+            raise ValueError(f"flow_draws={flow_draws} must be at least 1")
+        batch = self._on_device(batch)
+        targets = self.processor.targets(batch)
+        prefix = self._encode(batch, state_noise, generator)
+        rows = len(targets.actions) * flow_draws
+        noise = self._noise(rows, generator) if noise is None else self._checked_noise(noise, rows)
+        time = self._time(rows, generator) if time is None else _checked_time(time, rows, self.device)
+        dims = targets.actions.shape[2] if self.config.loss_dims == "padded" else self.config.action_dim
+        errors_NHA = self.model.flow_loss(prefix, targets.actions, noise, time)[..., :dims]
+        counts_BH = targets.counts
+        weights_N1H1 = counts_BH.repeat_interleave(flow_draws, dim=0)[..., None]
+        sum_A = torch.where(weights_N1H1, errors_NHA, 0.0).sum(dim=(0, 1))
+        steps = counts_BH.sum() * flow_draws
+        count = (steps * sum_A.shape[0]).to(sum_A.dtype)
+        loss_sum = sum_A.sum()
+        return {
+            "loss": loss_sum / count.clamp(min=1),
+            "loss_sum": loss_sum,
+            "count": count,
+            "loss_per_dim": sum_A.detach() / steps.clamp(min=1),
+        }
+
+    def _encode(
+        self, batch: Mapping[str, Any], state_noise: float = 0.0, generator: torch.Generator | None = None
+    ) -> PrefixCache:
+        inputs = self.processor.inputs(batch, state_noise=state_noise, generator=generator)
+        return self.model.encode_prefix(inputs.images, inputs.image_masks, inputs.tokens, inputs.token_mask)
+
+    def _on_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        device = self.device
+        return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+    def _noise(self, rows: int, generator: torch.Generator | None) -> Tensor:
+        source = self.device if generator is None else generator.device
+        return torch.randn(rows, *self.noise_shape, generator=generator, device=source).to(self.device)
+
+    def _checked_noise(self, noise: Tensor, rows: int) -> Tensor:
+        if noise.shape != (rows, *self.noise_shape):
+            raise ValueError(f"noise must be {[rows, *self.noise_shape]}, got {list(noise.shape)}")
+        return noise.to(self.device, torch.float32)
+
+    def _time(self, rows: int, generator: torch.Generator | None) -> Tensor:
+        config = self.config
+        return sample_time(
+            rows,
+            alpha=config.time_beta_alpha,
+            beta=config.time_beta_beta,
+            scale=config.time_scale,
+            offset=config.time_offset,
+            generator=generator,
+            device=self.device,
+        )
+
+    # -- acting -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample_actions(
+        self,
+        batch: Mapping[str, Any],
+        noise: Tensor | None = None,
+        num_steps: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Action chunks [B, H, A] float32 in raw units for the observations of a batch (actions are not read).
+
+        noise: [B, H, A_max] to start from, drawn from `generator` when None. num_steps: Euler steps, by default
+        config.num_inference_steps. Raises ValueError for batches, noise or steps that do not fit.
+        """
+        num_steps = self.config.num_inference_steps if num_steps is None else num_steps
+        if num_steps < 1:
+            raise ValueError(f"num_steps={num_steps} must be at least 1")
+        prefix = self._encode(self._on_device(batch))
+        rows = len(prefix.lengths)
+        noise = self._noise(rows, generator) if noise is None else self._checked_noise(noise, rows)
+        return self.processor.actions(self.model.sample_actions(prefix, noise, num_steps))
+
+    def predict_action_batch(
+        self,
+        env_obs: EnvObservation,
+        mode: Mode = "eval",
+        compute_values: bool = False,
+        num_steps: int | None = None,
+        noise: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Executable action chunks for B environments: (float32 [B, H, A] on the CPU, result dictionary).
+
+        Cameras that the environment offers and the policy does not have are left out. num_steps and noise as in
+        `sample_actions`. result holds "num_steps".
+        Raises NotImplementedError for mode="train" and compute_values=True, which need the reinforcement learning part.
+        """
+        if mode not in ("eval", "train"):
+            raise ValueError(f"mode must be 'eval' or 'train', got {mode!r}")
+        if mode == "train" or compute_values:
+            wish = "mode='train'" if mode == "train" else "compute_values=True"
+            raise NotImplementedError(
+                f"{wish} needs the reinforcement learning part (stochastic flow steps, value head), which this policy "
+                "does not have; use mode='eval', compute_values=False"
+            )
+        actions = self.sample_actions(self._batch_of(env_obs), noise, num_steps)
+        return actions.cpu(), {"num_steps": self.config.num_inference_steps if num_steps is None else num_steps}
+
+    def _batch_of(self, env_obs: EnvObservation) -> dict[str, Any]:
+        batch = batch_from_observation(env_obs)
+        return {k: v for k, v in batch.items() if not k.startswith(IMAGE_PREFIX) or k in self.config.cameras}
+
+    def reset(self) -> None:
+        """Forgets the queued actions: call it when an episode begins."""
+        self._queue.clear()
+
+    def select_action(
+        self,
+        obs: EnvObservation,
+        *,
+        n_action_steps: int | None = None,
+        num_steps: int | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """The next action [B, A] (float32, raw units, CPU); looks at `obs` only when the queue of actions is empty.
+
+        n_action_steps: actions executed of each predicted chunk, by default config.n_action_steps. Call `reset` at the
+        start of an episode. Raises ValueError for more executed steps than the chunk has, and when the number of
+        environments changed without a reset.
+        """
+        steps = self.config.n_action_steps if n_action_steps is None else n_action_steps
+        if not 1 <= steps <= self.config.chunk_size:
+            raise ValueError(
+                f"n_action_steps={steps} must lie in 1..{self.config.chunk_size}, the chunk that the policy predicts"
+            )
+        if not self._queue:
+            actions, _ = self.predict_action_batch(obs, num_steps=num_steps, noise=noise)
+            self._queue.extend(actions[:, :steps].unbind(dim=1))
+        elif len(self._queue[0]) != len(obs["task_descriptions"]):
+            raise ValueError(
+                f"actions for {len(self._queue[0])} environments are queued, but the observation has "
+                f"{len(obs['task_descriptions'])}; call reset() when an episode begins"
+            )
+        return self._queue.popleft()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path, layout: CheckpointLayout = "lerobot") -> None:
+        """Writes config.json, model.safetensors, the statistics, and the tokenizer when it is the built-in one.
+
+        The folder appears whole or not at all; an earlier checkpoint there is replaced. layout: "lerobot", or "openpi"
+        (statistics under assets/). Raises FileExistsError when the folder holds other files, ValueError for an unknown
+        layout.
+        """
+        if layout not in ("lerobot", "openpi"):
+            raise ValueError(f"layout must be 'lerobot' or 'openpi', got {layout!r}")
+        with written_at_once(Path(folder)) as new:
+            write_config(self.config, new, layout)
+            save_weights(self.model, new, layout)
+            if self.statistics is not None:
+                save_side_files(new, layout, self.config, self.statistics)
+            if self.config.tokenizer == BUILTIN:
+                self.processor.prompts.tokenizer.save_pretrained(new)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | Path,
+        revision: str | None = None,
+        *,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+        trainable: Literal["expert", "all"] | None = None,
+        action_dim: int | None = None,
+        statistics: Statistics | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        changes: Mapping[str, Any] | None = None,
+        on_long_prompt: OnLongPrompt = "error",
+        missing_cameras: MissingCameras = "error",
+    ) -> PI05Policy:
+        """Loads a checkpoint folder (lerobot or openpi layout) or a hub repository, strictly.
+
+        revision: of a hub repository. dtype, trainable, action_dim and `changes` (any other field of PI05Config)
+        replace what the checkpoint says. statistics: instead of the checkpoint's. tokenizer: instead of
+        config.tokenizer's. Without statistics anywhere, `set_statistics` must follow before use.
+
+        Raises FileNotFoundError or OSError when there is no such checkpoint, ValueError for a file that is damaged, for
+        weights that do not fit (missing, unexpected and mis-shaped keys in one message), and for unknown `changes`.
+        """
+        named = {"dtype": dtype, "trainable": trainable, "action_dim": action_dim}
+        overrides = {name: value for name, value in named.items() if value is not None}
+        twice = sorted(set(overrides) & set(changes or {}))
+        if twice:
+            raise ValueError(f"{twice} are given both as arguments and in changes; give each once")
+        folder = fetch_checkpoint(path_or_id, revision)
+        config = changed_config(read_config(folder), {**(changes or {}), **overrides})
+        if tokenizer is None and config.tokenizer == BUILTIN:
+            tokenizer = load_builtin_tokenizer(folder)
+        found = (statistics, "given") if statistics is not None else find_statistics(folder)
+        with torch.device("meta"):  # start values would be thrown away
+            policy = cls(config, tokenizer=tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras)
+        load_weights(policy.model, folder)
+        if found is not None:
+            policy.set_statistics(found[0], source=found[1] if statistics is not None else f"checkpoint ({found[1]})")
+        return policy
+
+
+def changed_config(config: PI05Config, changes: Mapping[str, Any]) -> PI05Config:
+    """`config` with some fields replaced; nested parts may be given as dictionaries.
+
+    Raises ValueError naming unknown fields and the nearest known ones.
+    """
+    known = [field.name for field in fields(PI05Config)]
+    for name in changes:
+        if name not in known:
+            near = get_close_matches(name, known, n=3)
+            raise ValueError(f"pi0.5 has no configuration field '{name}'; nearest: {near or known}")
+    return replace(config, **changes)
+
+
+def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05Policy:
+    """Builder of model_type "pi05" for the registry.
+
+    cfg: model_path (folder or hub id; None builds a fresh policy), revision, size
+    ("base" or "tiny", without model_path), and any field of PI05Config. torch_dtype: float32, bfloat16, or None for the
+    checkpoint's. Raises ValueError for anything else.
+    """
+    settings = dict(cfg)
+    for handled in ("model_type", "precision"):
+        settings.pop(handled, None)
+    path, revision, size = (settings.pop(name, None) for name in ("model_path", "revision", "size"))
+    if settings.pop("is_lora", False):
+        raise ValueError("is_lora=true: pi0.5 has no LoRA here; trainable='expert' trains the action expert only")
+    if torch_dtype is not None:
+        if torch_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"pi0.5 runs in float32 or bfloat16, not {torch_dtype}; set precision to fp32 or bf16")
+        settings["dtype"] = str(torch_dtype).removeprefix("torch.")
+    if path is not None:
+        if size is not None:
+            raise ValueError(f"size={size!r} has no effect with model_path={path!r}; leave one of them out")
+        return PI05Policy.from_pretrained(path, revision=revision, changes=settings)
+    if revision is not None:
+        raise ValueError(f"revision={revision!r} has no effect without model_path; set model_path to a hub id")
+    sizes = {None: PI05Config.base, "base": PI05Config.base, "tiny": PI05Config.tiny}
+    if size not in sizes:
+        raise ValueError(f"size={size!r} is unknown; known: base, tiny")
+    return PI05Policy(changed_config(sizes[size](), settings))
+
+
+def _new_dim(name: str, before: int | None, stats: Mapping[str, np.ndarray] | None) -> int | None:
+    """Length of a feature's statistics; without any, the dimension stays what it was."""
+    dim = next((len(value) for stat, value in (stats or {}).items() if stat != "count"), before)
+    if before not in (None, dim):
+        log.warning("%s changes from %s to %s, the dimension of the new statistics", name, before, dim)
+    return dim
+
+
+def _checked_time(time: Tensor, rows: int, device: torch.device) -> Tensor:
+    if time.shape != (rows,):
+        raise ValueError(f"time must be [{rows}], got {list(time.shape)}")
+    return time.to(device, torch.float32)
