@@ -104,6 +104,14 @@ def compute_statistics(source: HasStatesAndActions | Mapping[str, NDArray[Any]])
     return statistics
 
 
+def select_dimensions(numbers: Mapping[str, NDArray[Any]], indices: Sequence[int] | None) -> dict[str, NDArray[Any]]:
+    """The numbers of one feature for some of its dimensions, in this order (None: all)."""
+    wanted = {name: values for name, values in numbers.items() if name in REQUIRED}
+    if indices is not None:
+        wanted = {name: values[list(indices)] for name, values in wanted.items()}
+    return wanted | ({"count": numbers["count"]} if "count" in numbers else {})
+
+
 def constant_dimensions(statistics: Statistics, tolerance: float = 1e-6) -> dict[str, list[int]]:
     """{feature: dimensions whose values never leave a range of `tolerance`}; features without one are left out."""
     constant = {

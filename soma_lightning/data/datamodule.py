@@ -1,0 +1,272 @@
+"""What does a Lightning run train on: which data sets, episodes, cameras and statistics, in which batches?"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from soma_lightning.contract import ACTION, STATE, Statistics
+from soma_lightning.data import lerobot_format as fmt
+from soma_lightning.data import statistics as stats
+from soma_lightning.data.lerobot import LeRobotDataset
+from soma_lightning.data.lerobot_batches import FrameBatches, as_is
+from soma_lightning.data.sampling import EpochSampler, ResumableDataLoader, split_episodes
+
+
+class LeRobotDataModule(pl.LightningDataModule):
+    """One or several LeRobot v3.0 data sets, split into training and validation by episode.
+
+    root: folder, or list of folders whose frames are drawn with equal weight. batch_size: frames per rank.
+    chunk_size: H, actions per sample; set it here or link it to the model's. cameras: {key in the data set: key that
+    the policy knows}, None for the data set's own names. statistics: "dataset" reads `meta/stats.json` of a single
+    data set when it has quantiles and computes exact statistics otherwise; "computed" always computes; anything else
+    is the path of a JSON file of that form. val_fraction: share of the episodes of each data set for validation, 0 for
+    none. max_episodes: use only the first ones of each data set. preload: decode all images once into memory (up to
+    preload_limit_gib GiB). state_key, action_key, state_indices, action_indices: as in `LeRobotDataset`.
+    seed: decides the split and the order of every epoch. drop_last: leave out the last, smaller training batch.
+
+    Batches: `contract.TRAINING_BATCH` plus `index` and `episode_index` int64 [B], which count on over the data sets.
+    The order of an epoch depends on (seed, epoch) alone, and a run resumed inside an epoch sees its remaining batches.
+    """
+
+    def __init__(
+        self,
+        root: str | list[str],
+        batch_size: int = 32,
+        chunk_size: int | None = None,
+        cameras: dict[str, str] | None = None,
+        statistics: str = "dataset",
+        val_fraction: float = 0.1,
+        num_workers: int = 0,
+        preload: bool = False,
+        seed: int = 0,
+        drop_last: bool = True,
+        max_episodes: int | None = None,
+        state_key: str = STATE,
+        action_key: str = ACTION,
+        state_indices: list[int] | None = None,
+        action_indices: list[int] | None = None,
+        preload_limit_gib: float = 8.0,
+    ) -> None:
+        super().__init__()
+        self.roots = [root] if isinstance(root, str | Path) else list(root)
+        if not self.roots:
+            raise ValueError("root is empty; name at least one data set folder")
+        if len({Path(folder).resolve() for folder in self.roots}) != len(self.roots):
+            raise ValueError(f"root names a data set twice, so its frames would count twice: {self.roots}")
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("seed", seed, 0),
+            ("max_episodes", 1 if max_episodes is None else max_episodes, 1),
+            ("chunk_size", 1 if chunk_size is None else chunk_size, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        split_episodes(2, val_fraction, seed)  # refuses a bad fraction here, not after the data were read
+        self.batch_size = batch_size
+        self.chunk_size = chunk_size
+        self.camera_map = cameras
+        self.statistics_choice = statistics
+        self.val_fraction = val_fraction
+        self.num_workers = num_workers
+        self.preload = preload
+        self.preload_limit_gib = preload_limit_gib
+        self.seed = seed
+        self.drop_last = drop_last
+        self.max_episodes = max_episodes
+        self.state_key, self.action_key = state_key, action_key
+        self.state_indices, self.action_indices = state_indices, action_indices
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the data sets once. Raises what `LeRobotDataset` raises, and ValueError without chunk_size."""
+        if self.chunk_size is None:
+            raise ValueError(
+                "chunk_size is not set; give the data module the model's (chunk_size=..., or link it in the config)"
+            )
+        if self.drop_last and len(self.train_data) < self.batch_size:
+            raise ValueError(
+                f"the training episodes of {self.roots} have {len(self.train_data)} frames, fewer than "
+                f"batch_size={self.batch_size}, so drop_last=True leaves no batch; use a smaller batch_size"
+            )
+        for part in self._parts:
+            part.chunk_size = self.chunk_size
+
+    @cached_property
+    def splits(self) -> list[tuple[list[int], list[int]]]:
+        """(training episodes, validation episodes) of each data set."""
+        splits = []
+        for root in self.roots:
+            count = fmt.load_info(Path(root)).total_episodes
+            splits.append(split_episodes(min(count, self.max_episodes or count), self.val_fraction, self.seed))
+        return splits
+
+    @cached_property
+    def train_data(self) -> FrameBatches:
+        """Frames of the training episodes."""
+        return FrameBatches([self._open(root, train) for root, (train, _) in zip(self.roots, self.splits, strict=True)])
+
+    @cached_property
+    def val_data(self) -> FrameBatches | None:
+        """Frames of the validation episodes; None when there are none."""
+        parts = [self._open(root, val) for root, (_, val) in zip(self.roots, self.splits, strict=True) if val]
+        return FrameBatches(parts) if parts else None
+
+    def _open(self, root: str, episodes: list[int]) -> LeRobotDataset:
+        return LeRobotDataset(
+            root,
+            self.chunk_size or 1,
+            episodes=episodes,
+            cameras=self.camera_map,
+            state_key=self.state_key,
+            action_key=self.action_key,
+            state_indices=self.state_indices,
+            action_indices=self.action_indices,
+            preload=self.preload,
+            preload_limit_gib=self.preload_limit_gib,
+        )
+
+    @property
+    def _parts(self) -> list[LeRobotDataset]:
+        return self.train_data.parts + (self.val_data.parts if self.val_data is not None else [])
+
+    def train_dataloader(self) -> ResumableDataLoader:
+        """Shuffled batches of the training episodes; its `state_dict` makes a run resumable inside an epoch."""
+        self.setup("fit")
+        return ResumableDataLoader(
+            self.train_data,
+            batch_size=self.batch_size,
+            sampler=EpochSampler(self.train_data, self.seed),
+            drop_last=self.drop_last,
+            num_workers=self.num_workers,
+            collate_fn=as_is,
+            pin_memory=torch.cuda.is_available(),
+            multiprocessing_context=self._worker_start,
+            persistent_workers=self.num_workers > 0,
+        )
+
+    def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
+        """Batches of the validation episodes in order; an empty list when there are none."""
+        self.setup("validate")
+        if self.val_data is None:
+            return []
+        return DataLoader(
+            self.val_data,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            collate_fn=as_is,
+            pin_memory=torch.cuda.is_available(),
+            multiprocessing_context=self._worker_start,
+            persistent_workers=self.num_workers > 0,
+        )
+
+    @property
+    def _worker_start(self) -> str | None:
+        # A forked copy of a process that runs CUDA, OpenGL or Arrow threads can hang.
+        return "spawn" if self.num_workers > 0 else None
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of `observation.state` and `action`, in the dimensions that batches have."""
+        return self._statistics_and_source[0]
+
+    @property
+    def statistics_source(self) -> str:
+        """Where the statistics came from."""
+        return self._statistics_and_source[1]
+
+    @cached_property
+    def _statistics_and_source(self) -> tuple[Statistics, str]:
+        dimensions = {STATE: self.state_dim, ACTION: self.action_dim}
+        if self.statistics_choice not in ("dataset", "computed"):
+            statistics = stats.load_statistics(self.statistics_choice)
+            source = f"file '{self.statistics_choice}'"
+        elif (stored := self._stored_statistics()) is not None:
+            statistics, source = stored, f"{fmt.STATS_FILE} of '{self.roots[0]}', all its episodes"
+        else:
+            frames = {
+                STATE: torch.cat([part.states for part in self._parts]).numpy(),
+                ACTION: torch.cat([part.actions for part in self._parts]).numpy(),
+            }
+            statistics = stats.compute_statistics(frames)
+            source = f"computed from {len(frames[STATE])} frames of {self.roots}"
+        stats.check_statistics(statistics, dimensions, source)
+        return {feature: statistics[feature] for feature in dimensions}, source
+
+    def _stored_statistics(self) -> Statistics | None:
+        """Those of the data set's own file, when it is one data set and the file has all that a policy needs."""
+        path = Path(self.roots[0]) / fmt.STATS_FILE
+        if self.statistics_choice == "computed" or len(self.roots) > 1 or not path.is_file():
+            return None
+        stored = stats.load_statistics(path)
+        if not stats.has_required(stored, (self.state_key, self.action_key)):
+            return None
+        features = self.train_data.parts[0].info.features
+        full = {key: features[key].shape[0] for key in (self.state_key, self.action_key)}
+        stats.check_statistics(stored, full, str(path))
+        chosen = ((STATE, self.state_key, self.state_indices), (ACTION, self.action_key, self.action_indices))
+        return {feature: stats.select_dimensions(stored[key], indices) for feature, key, indices in chosen}
+
+    @property
+    def state_dim(self) -> int:
+        """S, dimensions of `observation.state` in a batch."""
+        return self.train_data.parts[0].state_dim
+
+    @property
+    def action_dim(self) -> int:
+        """A, dimensions of `action` in a batch."""
+        return self.train_data.parts[0].action_dim
+
+    @property
+    def fps(self) -> int:
+        """Control rate of the recordings, frames per second."""
+        return self.train_data.parts[0].fps
+
+    @property
+    def cameras(self) -> list[str]:
+        """Camera keys of a batch."""
+        return list(self.train_data.parts[0].cameras.values())
+
+    @property
+    def tasks(self) -> list[str]:
+        """Instructions that occur in the chosen episodes."""
+        return sorted({part.tasks[i] for part in self._parts for i in np.unique(part.frames.task_index.numpy())})
+
+    @property
+    def num_episodes(self) -> int:
+        """Training and validation episodes together."""
+        return sum(part.num_episodes for part in self._parts)
+
+    @property
+    def num_frames(self) -> int:
+        """Training and validation frames together."""
+        return sum(len(part) for part in self._parts)
+
+    def report_facts(self) -> dict[str, Any]:
+        """What a run report says about the data (JSON-ready)."""
+        val = self.val_data
+        return {
+            "data_sets": [str(root) for root in self.roots],
+            "train_episodes": sum(len(train) for train, _ in self.splits),
+            "val_episodes": sum(len(val_episodes) for _, val_episodes in self.splits),
+            "train_frames": len(self.train_data),
+            "val_frames": 0 if val is None else len(val),
+            "split_seed": self.seed,
+            "tasks": self.tasks,
+            "fps": self.fps,
+            "cameras": self.cameras,
+            "image_sizes": [list(size) for size in self.train_data.parts[0].image_sizes.values()],
+            "state_dim": self.state_dim,
+            "action_dim": self.action_dim,
+            "chunk_size": self.chunk_size,
+            "batch_size": self.batch_size,
+            "statistics_source": self.statistics_source,
+            "constant_dimensions": stats.constant_dimensions(self.statistics),
+            "images_in_memory": self.preload,
+        }

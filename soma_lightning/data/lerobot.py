@@ -1,0 +1,189 @@
+"""How does a LeRobot v3.0 data set become training samples: images, state, a chunk of actions and its padding mask?
+
+Shape letters as in `contract`: B batch, H chunk, A action and S state dimensions, h/w image size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from soma_lightning.contract import ACTION, ACTION_IS_PAD, IMAGE_PREFIX, STATE, TASK
+from soma_lightning.data import lerobot_format as fmt
+from soma_lightning.data.lerobot_frames import read_frames
+from soma_lightning.data.lerobot_images import EncodedImages, ImageSource, memory_needed, preload
+
+
+class LeRobotDataset(Dataset[dict[str, Any]]):
+    """Frames of a LeRobot v3.0 data set with embedded images, each with the H actions that start at it.
+
+    root: folder with `meta` and `data`. chunk_size: H. episodes: which ones (None: all); frames keep the data set's
+    order. cameras: {key in the data set: key that the policy knows}; None takes every camera under its own name.
+    state_key, action_key: columns to read as `observation.state` and `action`. state_indices, action_indices:
+    dimensions to keep, in this order. preload: decode all images once into memory; the error names the size when they
+    take more than `preload_limit_gib`. image_cache_mib: encoded images that each process keeps otherwise.
+
+    An item is one entry of `contract.TRAINING_BATCH`: images uint8 [3, h, w], `observation.state` float32 [S],
+    `action` float32 [H, A], `action_is_pad` bool [H], `task` str, and `index`, `episode_index` as int64 0-d tensors.
+    Past the episode's end the last action is repeated and marked as padding.
+
+    Raises FileNotFoundError when there is no data set, DatasetFormatError (a ValueError) naming file, episode and
+    column of what is wrong in it, ValueError for arguments that do not fit it.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        chunk_size: int = 1,
+        *,
+        episodes: Sequence[int] | None = None,
+        cameras: Mapping[str, str] | None = None,
+        state_key: str = STATE,
+        action_key: str = ACTION,
+        state_indices: Sequence[int] | None = None,
+        action_indices: Sequence[int] | None = None,
+        preload: bool = False,
+        preload_limit_gib: float = 8.0,
+        image_cache_mib: int = 256,
+    ) -> None:
+        self.root = Path(root)
+        self.info = fmt.load_info(self.root)
+        self.chunk_size = chunk_size
+        self.cameras = _choose_cameras(self.root, self.info, cameras)
+        self.image_sizes = {key: self.info.features[key].image_size for key in self.cameras}
+        for argument, key in (("state_key", state_key), ("action_key", action_key)):
+            if key not in self.info.features:
+                raise ValueError(f"{argument}='{key}' is no column of '{self.root}'; it has {list(self.info.features)}")
+
+        self.tasks = fmt.load_tasks(self.root)
+        rows = fmt.load_episodes(self.root, self.info)
+        self.episodes = _choose_episodes(self.root, episodes, len(rows))
+        chosen = [rows[i] for i in self.episodes]
+        self.frames = read_frames(self.root, self.info, chosen, rows, len(self.tasks), state_key, action_key)
+        self.states = _choose_dimensions(self.frames.states, "state_indices", state_indices)
+        self.actions = _choose_dimensions(self.frames.actions, "action_indices", action_indices)
+        self._images = self._open_images(preload, preload_limit_gib, image_cache_mib)
+
+    def _open_images(self, preloaded: bool, limit_gib: float, cache_mib: int) -> ImageSource:
+        if preloaded and self.image_sizes:
+            return preload(self.frames, self.image_sizes, limit_gib)
+        return EncodedImages(self.frames, self.image_sizes, cache_mib)
+
+    @property
+    def chunk_size(self) -> int:
+        """H, actions per sample; may be set anew before loading begins."""
+        return self._chunk_size
+
+    @chunk_size.setter
+    def chunk_size(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"chunk_size={size} must be at least 1")
+        self._chunk_size = size
+
+    @property
+    def fps(self) -> int:
+        """Control rate of the recording, frames per second."""
+        return self.info.fps
+
+    @property
+    def state_dim(self) -> int:
+        """S."""
+        return self.states.shape[1]
+
+    @property
+    def action_dim(self) -> int:
+        """A."""
+        return self.actions.shape[1]
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self.episodes)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Memory that `preload=True` takes, in bytes."""
+        return memory_needed(len(self), self.image_sizes)
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Samples of many frames, gathered at once; the tensors are views of one batch."""
+        batch = self.batch(indices)
+        return [{key: values[i] for key, values in batch.items()} for i in range(len(indices))]
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Any]:
+        """A whole batch (`contract.TRAINING_BATCH`, plus `index` and `episode_index` int64 [B]) of these frames.
+
+        Raises IndexError for a frame that is not there.
+        """
+        row_B = torch.as_tensor(self._check_indices(indices))
+        step_BH = row_B[:, None] + torch.arange(self.chunk_size)
+        last_B1 = self.frames.last_row[row_B][:, None]
+        rows = row_B.tolist()
+        batch: dict[str, Any] = {self.cameras[key]: self._images.fetch(key, rows) for key in self.image_sizes}
+        batch[STATE] = self.states[row_B]
+        batch[ACTION] = self.actions[torch.minimum(step_BH, last_B1)]
+        batch[ACTION_IS_PAD] = step_BH > last_B1
+        batch[TASK] = [self.tasks[task] for task in self.frames.task_index[row_B].tolist()]
+        batch[fmt.INDEX] = self.frames.index[row_B]
+        batch[fmt.EPISODE_INDEX] = self.frames.episode_index[row_B]
+        return batch
+
+    def _check_indices(self, indices: Sequence[int]) -> list[int]:
+        size = len(self)
+        for index in indices:
+            if not -size <= index < size:
+                raise IndexError(f"frame {index} is out of range; '{self.root}' has {size} frames here")
+        return [index % size for index in indices]
+
+
+def _choose_cameras(root: Path, info: fmt.DatasetInfo, cameras: Mapping[str, str] | None) -> dict[str, str]:
+    """{data set key: policy key}, checked."""
+    wanted = dict.fromkeys([*info.image_keys, *info.video_keys]) if cameras is None else cameras
+    if videos := [key for key in wanted if key in info.video_keys]:
+        raise ValueError(
+            f"'{root}' stores {videos} as video, which this version does not read; record with embedded images "
+            f"(dtype 'image'), or choose among the image features {info.image_keys} with cameras"
+        )
+    if unknown := [key for key in wanted if key not in info.image_keys]:
+        raise ValueError(f"cameras names {unknown}; '{root}' has the image features {info.image_keys}")
+    chosen = {key: wanted[key] or key for key in wanted}
+    for key, policy_key in chosen.items():
+        if not policy_key.startswith(IMAGE_PREFIX):
+            raise ValueError(
+                f"camera '{key}' of '{root}' would reach the policy as '{policy_key}'; camera keys begin with "
+                f"'{IMAGE_PREFIX}', so map it: cameras={{'{key}': '{IMAGE_PREFIX}image'}}"
+            )
+        if list(chosen.values()).count(policy_key) > 1:
+            raise ValueError(f"cameras maps several cameras to '{policy_key}': {chosen}")
+    return chosen
+
+
+def _choose_episodes(root: Path, episodes: Sequence[int] | None, count: int) -> list[int]:
+    if episodes is None:
+        return list(range(count))
+    if not len(episodes):
+        raise ValueError(f"episodes is empty; '{root}' has the episodes 0 to {count - 1}")
+    if wrong := sorted({episode for episode in episodes if not 0 <= episode < count}):
+        raise ValueError(f"episodes {wrong} are not in '{root}', which has the episodes 0 to {count - 1}")
+    if len(set(episodes)) != len(episodes):
+        raise ValueError(f"episodes names one twice: {list(episodes)}")
+    return sorted(int(episode) for episode in episodes)
+
+
+def _choose_dimensions(values: Tensor, argument: str, indices: Sequence[int] | None) -> Tensor:
+    if indices is None:
+        return values
+    size = values.shape[1]
+    if not indices or any(not 0 <= index < size for index in indices):
+        raise ValueError(f"{argument}={list(indices)} must name dimensions 0 to {size - 1}")
+    return values[:, list(indices)].contiguous()

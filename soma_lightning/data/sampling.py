@@ -1,0 +1,151 @@
+"""In which order are frames drawn, and how does a run that stopped inside an epoch go on with the rest of it?
+
+The order of an epoch depends on (seed, epoch) alone. The loader counts the batches that it handed out; Lightning keeps
+that number in its checkpoints through `state_dict`, and the loader of a resumed run leaves out as many batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any, Protocol, cast
+
+import numpy as np
+from torch.utils.data import DataLoader, Sampler
+
+
+class EpochSampler(Sampler[int]):
+    """Every index once an epoch, in an order that (seed, epoch) alone decide.
+
+    Lightning and Fabric call `set_epoch`, and wrap this sampler to share the order out over ranks.
+    """
+
+    def __init__(self, data_source: Sized, seed: int = 0) -> None:
+        if seed < 0:
+            raise ValueError(f"seed={seed} must not be negative")
+        self.data_source = data_source
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+    def __iter__(self) -> Iterator[int]:
+        # A pair seeds the stream, so that (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in common.
+        order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.data_source))
+        return iter(order.tolist())
+
+
+class _HasEpoch(Protocol):
+    epoch: int
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+@dataclass
+class _Position:
+    """Where the next iteration begins (`epoch`, after `start` batches), and how many batches were handed out."""
+
+    epoch: int = 0
+    start: int = 0
+    delivered: int = 0
+
+
+class _RemainingBatches:
+    """Index batches of the sampler's epoch without those that an earlier run has had; its length is the whole epoch's.
+
+    The epoch is read when iteration begins, not when the iterator is made: Lightning sets it in between.
+    """
+
+    def __init__(self, batches: Iterable[Any], sampler: _HasEpoch, position: _Position) -> None:
+        self.batches, self.sampler, self.position = batches, sampler, position
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self.batches))
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self.position.start if self.sampler.epoch == self.position.epoch else 0
+        yield from islice(self.batches, start, None)
+
+
+class ResumableDataLoader(DataLoader[Any]):
+    """A DataLoader whose `state_dict` says which epoch it is in and how many batches it has handed out.
+
+    The sampler needs `epoch` and `set_epoch` (`EpochSampler`, or a DistributedSampler). An epoch that was read to its
+    end is followed by the next one; an interrupted one begins again, unless `set_epoch` or `load_state_dict` say
+    otherwise. Prefetched batches that nobody received are not counted.
+    """
+
+    @cached_property
+    def _position(self) -> _Position:
+        return _Position(epoch=self._epochs.epoch)
+
+    @property
+    def _epochs(self) -> _HasEpoch:
+        if not hasattr(self.sampler, "set_epoch"):
+            raise TypeError(
+                f"a ResumableDataLoader needs a sampler with set_epoch, found {type(self.sampler).__name__}"
+            )
+        return cast(_HasEpoch, self.sampler)
+
+    @property
+    def _index_sampler(self) -> Any:  # DataLoader takes every index batch from here, workers or not
+        return _RemainingBatches(cast(Iterable[Any], super()._index_sampler), self._epochs, self._position)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._count(super().__iter__())
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        position, sampler = self._position, self._epochs
+        first = True
+        for batch in batches:
+            if first:
+                position.delivered = position.start if sampler.epoch == position.epoch else 0
+                position.epoch, position.start, first = sampler.epoch, 0, False
+            position.delivered += 1
+            yield batch
+        if first and sampler.epoch == position.epoch:
+            position.start = 0  # a resumed epoch that had nothing left
+        if position.delivered >= len(self):
+            position.delivered = 0
+            position.epoch = sampler.epoch + 1
+            sampler.set_epoch(position.epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """{"epoch", "batches"}: the batches of that epoch which were handed out. A finished epoch is the next one's
+        beginning."""
+        position = self._position
+        batches = max(position.start, position.delivered)
+        if batches >= len(self):
+            return {"epoch": position.epoch + 1, "batches": 0}
+        return {"epoch": position.epoch, "batches": batches}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Lets the next iteration go on after `state`. Raises ValueError when the epoch is shorter than that."""
+        epoch, batches = int(state["epoch"]), int(state["batches"])
+        if not 0 <= batches < max(1, len(self)):
+            raise ValueError(
+                f"the checkpoint was written after batch {batches} of epoch {epoch}, but this loader has only "
+                f"{len(self)} batches an epoch; resume with the data set and batch size of the run that wrote it"
+            )
+        self._epochs.set_epoch(epoch)
+        self._position.epoch, self._position.start, self._position.delivered = epoch, batches, 0
+
+
+def split_episodes(num_episodes: int, val_fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Training and validation episodes, disjoint and sorted; the seed decides.
+
+    With a positive fraction and more than one episode each side has at least one; a single episode is for training.
+    """
+    if not 0.0 <= val_fraction < 1.0:
+        raise ValueError(f"val_fraction={val_fraction} must lie in [0, 1)")
+    num_val = round(num_episodes * val_fraction)
+    if val_fraction > 0.0:
+        num_val = min(max(num_val, 1), num_episodes - 1)
+    order = np.random.default_rng((seed, num_episodes)).permutation(num_episodes).tolist()
+    return sorted(order[num_val:]), sorted(order[:num_val])
