@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import numpy as np
@@ -19,14 +19,21 @@ from soma_lightning.data.lerobot_batches import FrameBatches, as_is
 from soma_lightning.data.sampling import EpochSampler, ResumableDataLoader, split_episodes
 
 
+class PolicyShape(Protocol):
+    """What the data need to know of a policy's configuration."""
+
+    @property
+    def chunk_size(self) -> int: ...
+
+
 class LeRobotDataModule(pl.LightningDataModule):
     """One or several LeRobot v3.0 data sets, split into training and validation by episode.
 
     root: folder, or list of folders whose frames are drawn with equal weight. batch_size: frames per rank.
-    chunk_size: H, actions per sample; set it here or link it to the model's. cameras: {key in the data set: key that
+    chunk_size: H, actions per sample; None takes the policy's (`connect_policy`). cameras: {key in the data set: key that
     the policy knows}, None for the data set's own names. statistics: "dataset" reads `meta/stats.json` of a single
     data set when it has quantiles and computes exact statistics otherwise; "computed" always computes; anything else
-    is the path of a JSON file of that form. val_fraction: share of the episodes of each data set for validation, 0 for
+    is a JSON file of that form, by path or as the name of a packaged one ("somatable_statistics"). val_fraction: share of the episodes of each data set for validation, 0 for
     none. max_episodes: use only the first ones of each data set. preload: decode all images once into memory (up to
     preload_limit_gib GiB). state_key, action_key, state_indices, action_indices: as in `LeRobotDataset`.
     seed: decides the split and the order of every epoch. drop_last: leave out the last, smaller training batch.
@@ -85,16 +92,30 @@ class LeRobotDataModule(pl.LightningDataModule):
         self.state_indices, self.action_indices = state_indices, action_indices
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the data sets once. Raises what `LeRobotDataset` raises, and ValueError without chunk_size."""
-        if self.chunk_size is None:
-            raise ValueError(
-                "chunk_size is not set; give the data module the model's (chunk_size=..., or link it in the config)"
-            )
+        """Reads the data sets once. Raises what `LeRobotDataset` raises, and ValueError when no batch would be full."""
         if self.drop_last and len(self.train_data) < self.batch_size:
             raise ValueError(
                 f"the training episodes of {self.roots} have {len(self.train_data)} frames, fewer than "
                 f"batch_size={self.batch_size}, so drop_last=True leaves no batch; use a smaller batch_size"
             )
+        _ = self.statistics
+
+    def connect_policy(self, config: PolicyShape) -> None:
+        """Takes the chunk size from the policy's configuration, unless it was given here.
+
+        Raises ValueError when the one given here is another.
+        """
+        if self.chunk_size is None:
+            self.chunk_size = config.chunk_size
+        elif self.chunk_size != config.chunk_size:
+            raise ValueError(
+                f"data.chunk_size={self.chunk_size} differs from the policy's chunk_size={config.chunk_size}; leave "
+                "the data module's out to take the policy's"
+            )
+
+    def _prepare_chunks(self) -> None:
+        if self.chunk_size is None:
+            raise ValueError("chunk_size is not set; pass chunk_size=..., or call connect_policy(policy.config)")
         for part in self._parts:
             part.chunk_size = self.chunk_size
 
@@ -139,6 +160,7 @@ class LeRobotDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> ResumableDataLoader:
         """Shuffled batches of the training episodes; its `state_dict` makes a run resumable inside an epoch."""
         self.setup("fit")
+        self._prepare_chunks()
         return ResumableDataLoader(
             self.train_data,
             batch_size=self.batch_size,
@@ -153,7 +175,7 @@ class LeRobotDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """Batches of the validation episodes in order; an empty list when there are none."""
-        self.setup("validate")
+        self._prepare_chunks()
         if self.val_data is None:
             return []
         return DataLoader(

@@ -20,6 +20,8 @@ from soma_lightning.contract import ACTION, STATE, Statistics
 FloatArray = NDArray[np.float64]
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+#: Packaged statistics of whole workspaces lie beside the recipes.
+RECIPES = Path(__file__).parents[1] / "recipes"
 #: What a policy needs of each feature; `count` is the number of frames behind the numbers.
 REQUIRED = ("mean", "std", "min", "max", "q01", "q99")
 
@@ -150,15 +152,26 @@ def has_required(statistics: Statistics, features: Sequence[str]) -> bool:
     return all(feature in statistics and set(REQUIRED) <= set(statistics[feature]) for feature in features)
 
 
+def find_statistics(name: str | Path) -> Path:
+    """The file of that path, or the packaged one of that name. Raises FileNotFoundError naming the packaged ones."""
+    packaged = RECIPES / f"{name}.json"
+    for path in (Path(name), packaged):
+        if path.is_file():
+            return path
+    known = sorted(path.stem for path in RECIPES.glob("*statistics.json"))
+    raise FileNotFoundError(
+        f"no statistics file at '{name}', and no packaged one of that name (packaged: {known}); use "
+        "statistics='dataset' to take the data set's own"
+    )
+
+
 def load_statistics(path: str | Path) -> Statistics:
     """Reads a file in the form of LeRobot's `meta/stats.json`: {feature: {name: numbers}}.
 
-    Values come back as float64 (count: int64) with at least one axis. Raises FileNotFoundError when there is no such
-    file, ValueError when it is no such form.
+    path: as `find_statistics` takes it. Values come back as float64 (count: int64) with at least one axis. Raises
+    FileNotFoundError when there is no such file, ValueError when it is no such form.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"no statistics file at '{file}'")
+    file = find_statistics(path)
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
