@@ -58,9 +58,10 @@ class EnvObservation(TypedDict):
 
     main_images, wrist_images, extra_view_images: uint8 [B, h, w, 3], 0..255. states: float32 [B, S]: end-effector
     position (m), axis-angle without sign change (rad), two finger positions (m). task_descriptions: B instructions.
+    An environment of state observations has no images: main_images is None and states also hold the objects.
     """
 
-    main_images: np.ndarray | Tensor
+    main_images: np.ndarray | Tensor | None
     states: np.ndarray | Tensor
     task_descriptions: list[str]
     wrist_images: NotRequired[np.ndarray | Tensor | None]
