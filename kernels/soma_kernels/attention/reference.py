@@ -44,11 +44,11 @@ class _Rows(NamedTuple):
 
     def join(self, x_BTHRD: Tensor) -> Tensor:
         """[Bc, T, Hkv, R, D] -> [Bc, Hkv, T * R, D]: all rows that read one context row."""
-        return x_BTHRD.transpose(1, 2).reshape(self.Bc, self.Hkv, -1, x_BTHRD.shape[-1])
+        return x_BTHRD.transpose(1, 2).reshape(self.Bc, self.Hkv, self.T * self.G * self.Lq, x_BTHRD.shape[-1])
 
     def split(self, x_BHRD: Tensor) -> Tensor:
         """Inverse of `join`."""
-        return x_BHRD.reshape(self.Bc, self.Hkv, self.T, -1, x_BHRD.shape[-1]).transpose(1, 2)
+        return x_BHRD.reshape(self.Bc, self.Hkv, self.T, self.G * self.Lq, x_BHRD.shape[-1]).transpose(1, 2)
 
 
 class _Segment(NamedTuple):

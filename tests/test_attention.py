@@ -1,0 +1,384 @@
+"""The attention operator against a float64 loop that shares nothing with it, and what its backward may cost."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from soma_kernels.testing import assert_close, nan_filled_empty
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import soma_lightning
+from soma_lightning.attention import ContextKV, attention, attention_path
+
+Inputs = dict[str, Tensor]
+LQ, LK, LC, D = 3, 4, 5, 6
+
+
+def loop(x: Inputs, key_mask: Tensor | None, context_mask: Tensor | None, scale: float) -> Tensor:
+    """One softmax a query, over the list of keys that the query can read; masked keys are never touched."""
+    q = x["q"]
+    N, Hq, Lq, D = q.shape
+    rows = []
+    for n, h, i in itertools.product(range(N), range(Hq), range(Lq)):
+        keys, values = [], []
+        if "k" in x:
+            g = h // (Hq // x["k"].shape[1])
+            readable = torch.ones(x["k"].shape[2], dtype=torch.bool) if key_mask is None else key_mask[n]
+            keys.append(x["k"][n, g][readable])
+            values.append(x["v"][n, g][readable])
+        if "ck" in x:
+            g = h // (Hq // x["ck"].shape[1])
+            b = n // (N // x["ck"].shape[0])
+            readable = torch.ones(x["ck"].shape[2], dtype=torch.bool) if context_mask is None else context_mask[b]
+            keys.append(x["ck"][b, g][readable])
+            values.append(x["cv"][b, g][readable])
+        key, value = torch.cat(keys), torch.cat(values)
+        weights = torch.exp(key @ q[n, h, i] * scale)
+        rows.append(weights @ value / weights.sum() if len(key) else 0.0 * q[n, h, i])
+    return torch.stack(rows).reshape(N, Hq, Lq, D)
+
+
+def make_inputs(
+    own: bool, context: bool, T: int, Hq: int, Hkv: int, transposed: bool = False, Bc: int = 2, seed: int = 0
+) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(rows: int, heads: int, length: int) -> Tensor:
+        shape = (rows, length, heads, D) if transposed else (rows, heads, length, D)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return x.transpose(1, 2) if transposed else x
+
+    N = Bc * T
+    x = {"q": draw(N, Hq, LQ)}
+    if own:
+        x |= {"k": draw(N, Hkv, LK), "v": draw(N, Hkv, LK)}
+    if context:
+        x |= {"ck": draw(Bc, Hkv, LC), "cv": draw(Bc, Hkv, LC)}
+    return x
+
+
+def make_mask(kind: str, rows: int, length: int) -> Tensor | None:
+    if kind == "none":
+        return None
+    if kind == "prefix":
+        return torch.arange(length) < torch.arange(rows)[:, None] % length + 1
+    mask = torch.rand(rows, length, generator=torch.Generator().manual_seed(7)) < 0.6
+    if kind == "empty rows":
+        mask[::2] = False
+    return mask
+
+
+def call(x: Inputs, key_mask: Tensor | None = None, context_mask: Tensor | None = None, **options: Any) -> Tensor:
+    context = ContextKV(x["ck"], x["cv"], context_mask) if "ck" in x else None
+    return attention(x["q"], x.get("k"), x.get("v"), context=context, key_mask=key_mask, **options)
+
+
+def leaves(x: Inputs) -> Inputs:
+    return {name: tensor.detach().requires_grad_() for name, tensor in x.items()}
+
+
+def gradients(out: Tensor, x: Inputs, grad_out: Tensor) -> Inputs:
+    return dict(zip(x, torch.autograd.grad(out, list(x.values()), grad_out), strict=True))
+
+
+def compare(
+    x: Inputs, key_mask: Tensor | None, context_mask: Tensor | None, dtype: torch.dtype = torch.float64
+) -> None:
+    x = {name: tensor.to(dtype) for name, tensor in x.items()}
+    ours, truth = leaves(x), leaves({name: tensor.double() for name, tensor in x.items()})
+    with nan_filled_empty():
+        out = call(ours, key_mask, context_mask)
+        grad_out = torch.randn(out.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
+        got = gradients(out, ours, grad_out)
+    expected = loop(truth, key_mask, context_mask, D**-0.5)
+    assert out.dtype == dtype
+    assert_close("out", out, expected.detach())
+    for name, reference in gradients(expected, truth, grad_out.double()).items():
+        assert got[name].dtype == dtype
+        assert_close(f"d{name}", got[name], reference)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("Hq", "Hkv"), [(1, 1), (8, 1), (8, 4), (8, 8)])
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize(("own", "context"), [(True, False), (False, True), (True, True)])
+def test_equals_the_loop(own: bool, context: bool, T: int, Hq: int, Hkv: int, transposed: bool) -> None:
+    compare(make_inputs(own, context, T, Hq, Hkv, transposed), None, None)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "random", "empty rows"])
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize(("own", "context"), [(True, False), (False, True), (True, True)])
+def test_equals_the_loop_with_masks(own: bool, context: bool, T: int, kind: str) -> None:
+    x = make_inputs(own, context, T, Hq=4, Hkv=2)
+    compare(x, make_mask(kind, 2 * T, LK) if own else None, make_mask(kind, 2, LC) if context else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["none", "random"])
+def test_lower_precision_stays_within_its_tolerance(dtype: torch.dtype, kind: str) -> None:
+    x = make_inputs(True, True, T=3, Hq=4, Hkv=2)
+    compare(x, make_mask(kind, 6, LK), make_mask(kind, 2, LC), dtype)
+
+
+def test_only_one_segment_is_masked() -> None:
+    x = make_inputs(True, True, T=2, Hq=4, Hkv=2)
+    compare(x, None, torch.zeros(2, LC, dtype=torch.bool))
+    compare(x, torch.zeros(4, LK, dtype=torch.bool), None)
+
+
+def test_scale() -> None:
+    x = make_inputs(True, True, T=2, Hq=2, Hkv=1)
+    assert_close("out", call(x, scale=1.7), loop(x, None, None, 1.7))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    x = {name: tensor.float() * 1e3 for name, tensor in make_inputs(True, True, T=2, Hq=2, Hkv=1).items()}
+    out = call(leaves(x))
+    joined = (
+        torch.cat([x["k"], x["ck"].repeat_interleave(2, 0)], 2),
+        torch.cat([x["v"], x["cv"].repeat_interleave(2, 0)], 2),
+    )
+    expected = (x["q"].double() @ joined[0].double().mT * D**-0.5).softmax(-1) @ joined[1].double()
+    torch.testing.assert_close(out.detach(), expected.float(), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf")])
+def test_masked_keys_may_hold_anything(garbage: float) -> None:
+    key_mask, context_mask = make_mask("random", 6, LK), make_mask("random", 2, LC)
+    assert key_mask is not None
+    assert context_mask is not None
+    clean = leaves(make_inputs(True, True, T=3, Hq=4, Hkv=2))
+    dirty = leaves(make_inputs(True, True, T=3, Hq=4, Hkv=2))
+    for name, mask in (("k", key_mask), ("v", key_mask), ("ck", context_mask), ("cv", context_mask)):
+        dirty[name] = dirty[name].detach().masked_fill(~mask[:, None, :, None], garbage).requires_grad_()
+    expected, out = call(clean, key_mask, context_mask), call(dirty, key_mask, context_mask)
+    assert torch.equal(out, expected)
+    grad_out = torch.randn_like(out)
+    for name, got in gradients(out, dirty, grad_out).items():
+        assert torch.equal(got, gradients(call(clean, key_mask, context_mask), clean, grad_out)[name]), name
+
+
+def test_a_row_without_readable_key_is_zero_and_sends_zero_gradients() -> None:
+    x = leaves(make_inputs(True, True, T=1, Hq=2, Hkv=1))
+    key_mask, context_mask = torch.ones(2, LK, dtype=torch.bool), torch.ones(2, LC, dtype=torch.bool)
+    key_mask[1] = context_mask[1] = False
+    out = call(x, key_mask, context_mask)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert out[0].abs().min() > 0
+    for name, grad in gradients(out, x, torch.ones_like(out)).items():
+        assert torch.equal(grad[1], torch.zeros_like(grad[1])), name
+        assert grad[0].abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(("own", "context"), [(True, False), (False, True), (True, True)])
+def test_segments_of_length_zero(own: bool, context: bool) -> None:
+    x = make_inputs(own, context, T=2, Hq=2, Hkv=1)
+    empty = {name: tensor[:, :, :0] if name != "q" else tensor for name, tensor in x.items()}
+    assert torch.equal(call(empty), torch.zeros_like(x["q"]))
+    if own and context:
+        half = leaves({**x, "k": x["k"][:, :, :0], "v": x["v"][:, :, :0]})
+        out = call(half)
+        assert_close("out", out, loop({name: half[name] for name in ("q", "ck", "cv")}, None, None, D**-0.5).detach())
+        assert all(grad.isfinite().all() for grad in gradients(out, half, torch.ones_like(out)).values())
+
+
+def test_no_rows_at_all() -> None:
+    x = leaves({name: tensor[:0] for name, tensor in make_inputs(True, True, T=2, Hq=2, Hkv=1).items()})
+    out = call(x)
+    assert out.shape == (0, 2, LQ, D)
+    assert {name: grad.shape for name, grad in gradients(out, x, torch.ones_like(out)).items()} == {
+        name: tensor.shape for name, tensor in x.items()
+    }
+
+
+def test_gradcheck() -> None:
+    x = leaves(make_inputs(True, True, T=2, Hq=2, Hkv=1))
+    key_mask, context_mask = make_mask("random", 4, LK), make_mask("prefix", 2, LC)
+
+    def function(*tensors: Tensor) -> Tensor:
+        return call(dict(zip(x, tensors, strict=True)), key_mask, context_mask)
+
+    assert torch.autograd.gradcheck(function, tuple(x.values()))
+
+
+def test_twice_differentiating_is_refused() -> None:
+    x = leaves(make_inputs(True, False, T=1, Hq=2, Hkv=1))
+    (dq,) = torch.autograd.grad(call(x).square().sum(), x["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name and remembers the largest tensor that one of them returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count[func.overloadpacket.__name__] += 1
+        if isinstance(out, Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def backward_products(trainable: set[str], own: bool = True) -> int:
+    """Matrix products of a backward in which only the named inputs require grad."""
+    x = make_inputs(own, True, T=3, Hq=4, Hkv=2)
+    x = {name: tensor.requires_grad_(name in trainable) for name, tensor in x.items()}
+    out = call(x)
+    with Operations() as operations:
+        out.sum().backward()
+    assert {name for name, tensor in x.items() if tensor.grad is not None} == trainable
+    return operations.count["bmm"] + operations.count["mm"]
+
+
+def test_the_backward_works_only_for_inputs_that_require_grad() -> None:
+    # Products of one segment: scores again, dP = dO v^T, dq += dS k, dk = dS^T q, dv = P^T dO.
+    assert backward_products({"q", "k", "v", "ck", "cv"}) == 10
+    assert backward_products({"q", "k", "v"}) == 8  # a frozen context: no dck, no dcv
+    assert backward_products({"q"}) == 6
+    assert backward_products({"k", "v"}) == 4  # the context segment is not entered at all
+    assert backward_products({"v"}) == 2
+    assert backward_products({"cv"}, own=False) == 2
+
+
+def test_frozen_inputs_have_no_autograd_edge() -> None:
+    x = make_inputs(True, True, T=2, Hq=2, Hkv=1)
+    for name in ("q", "k", "v"):
+        x[name].requires_grad_()
+    edges = call(x).grad_fn
+    assert edges is not None
+    while "_Attention" not in edges.name():
+        edges = edges.next_functions[0][0]
+    assert [edge[0] is not None for edge in edges.next_functions[:5]] == [True, True, True, False, False]
+    assert not call({name: tensor.detach() for name, tensor in x.items()}).requires_grad
+
+
+def test_keys_are_neither_repeated_nor_joined() -> None:
+    x = make_inputs(True, True, T=3, Hq=2, Hkv=1)
+    x = leaves({**x, "ck": torch.randn(2, 1, 50, D).double(), "cv": torch.randn(2, 1, 50, D).double()})
+    scores = 6 * 2 * LQ * 50
+    assert scores < 3 * x["ck"].numel() * 2  # a key repeated for each of T rows and two heads would stand out
+    with Operations() as operations:
+        call(x).sum().backward()
+    assert operations.largest <= max(scores, x["ck"].numel())
+    assert not {"cat", "repeat", "repeat_interleave", "stack", "index_select"} & set(operations.count)
+
+
+def test_no_score_matrix_is_kept_for_the_backward() -> None:
+    x = leaves(make_inputs(True, True, T=3, Hq=4, Hkv=1))
+    saved: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call(x, make_mask("random", 6, LK))
+    inputs = {tuple(tensor.shape) for tensor in x.values()} | {(6, LK)}
+    others = [shape for shape in saved if shape not in inputs]
+    assert others
+    assert all(shape[-1] == 1 for shape in others), others  # the log-sum-exp of each row
+
+
+def test_inputs_are_not_written() -> None:
+    x = leaves(make_inputs(True, True, T=2, Hq=4, Hkv=2))
+    before = {name: tensor.detach().clone() for name, tensor in x.items()}
+    versions = {name: tensor._version for name, tensor in x.items()}
+    call(x, make_mask("random", 4, LK), make_mask("random", 2, LC)).sum().backward()
+    assert all(torch.equal(before[name], tensor) for name, tensor in x.items())
+    assert versions == {name: tensor._version for name, tensor in x.items()}
+
+
+def test_autocast_lowers_the_inputs() -> None:
+    x = leaves({name: tensor.float() for name, tensor in make_inputs(True, True, T=2, Hq=4, Hkv=2).items()})
+    mixed = {**x, "k": x["k"].bfloat16()}  # autocast code often mixes dtypes
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(mixed)
+    assert out.dtype == torch.bfloat16
+    lowered = {name: tensor.detach().bfloat16() for name, tensor in x.items()}
+    assert torch.equal(out, call(lowered))
+    out.float().sum().backward()
+    assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in x.values())
+
+
+def test_compiles_into_one_graph() -> None:
+    x = leaves({name: tensor.float() for name, tensor in make_inputs(True, True, T=2, Hq=4, Hkv=2).items()})
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    out, expected = compiled(x), call(x)
+    torch.testing.assert_close(out, expected)
+    grad_out = torch.randn_like(expected)
+    for name, grad in gradients(out, x, grad_out).items():
+        torch.testing.assert_close(grad, gradients(call(x), x, grad_out)[name])
+
+
+def test_the_module_is_the_operator() -> None:
+    x = make_inputs(True, True, T=2, Hq=2, Hkv=1)
+    module: Any = soma_lightning.attention
+    context = ContextKV(x["ck"], x["cv"])
+    assert torch.equal(module(x["q"], x["k"], x["v"], context=context), call(x))
+    assert str(inspect.signature(module)) == str(inspect.signature(attention))
+    assert module.ContextKV is soma_lightning.ContextKV
+    assert "torch" in attention_path()
+
+
+def wrong_calls() -> Iterator[tuple[str, dict[str, Any], str]]:
+    x = make_inputs(True, True, T=3, Hq=4, Hkv=2)
+    q, k, v, ck, cv = x.values()
+    mask = torch.ones(2, LC, dtype=torch.bool)
+    own = {"q": q, "k": k, "v": v}
+    yield "k alone", {"q": q, "k": k}, "k without v"
+    yield "v alone", {"q": q, "v": v, "context": ContextKV(ck, cv)}, "v without k"
+    yield "no keys", {"q": q}, "no keys"
+    yield "key_mask alone", {"q": q, "context": ContextKV(ck, cv), "key_mask": mask}, "k is None"
+    yield "three dims", {**own, "q": q[0]}, r"q must be \[rows, heads, length, head size\]"
+    yield "dtype", {**own, "k": k.float(), "v": v.float()}, "k has dtype torch.float32, but q has torch.float64"
+    yield "integers", {name: tensor.long() for name, tensor in own.items()}, "floating point"
+    yield "device", {**own, "v": v.to("meta")}, "v is on meta, but q is on cpu"
+    yield "k and v", {**own, "v": v[:, :, :2]}, "k and v must have one shape"
+    yield (
+        "context shapes",
+        {"q": q, "context": ContextKV(ck, cv[:, :, :2])},
+        "context.k and context.v must have one shape",
+    )
+    yield "head size", {**own, "k": k[..., :2], "v": v[..., :2]}, "head size 2, but q has 6"
+    yield "heads", {**own, "q": q[:, :3]}, "3 heads are no multiple of the 2 heads of k"
+    yield "two head counts", {**own, "context": ContextKV(ck[:, :1], cv[:, :1])}, "same number of heads"
+    yield "rows of k", {**own, "k": k[:2], "v": v[:2]}, "k has 2 rows, but q has 6"
+    yield "rows of context", {"q": q[:5], "context": ContextKV(ck, cv)}, "5 rows are no multiple of the context's 2"
+    yield "mask dtype", {"q": q, "context": ContextKV(ck, cv, mask.float())}, "context.mask must be bool"
+    yield "mask shape", {"q": q, "context": ContextKV(ck, cv, mask[:, :2])}, r"context.mask must be .* = \(2, 5\)"
+    yield "key_mask shape", {**own, "key_mask": mask}, r"key_mask must be .* = \(6, 4\)"
+    yield "mask device", {"q": q, "context": ContextKV(ck, cv, mask.to("meta"))}, "context.mask is on meta"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [case[1:] for case in wrong_calls()], ids=[c[0] for c in wrong_calls()]
+)
+def test_wrong_arguments_say_what_is_wrong(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(**arguments)
+
+
+def test_distributed_tensors_are_refused() -> None:
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        x = make_inputs(True, False, T=1, Hq=2, Hkv=1)
+        k = DTensor.from_local(x["k"], init_device_mesh("cpu", (1,)), [Replicate()])
+        with pytest.raises(TypeError, match=r"k is a DTensor.*k\.to_local\(\)"):
+            attention(x["q"], k, x["v"])
+    finally:
+        torch.distributed.destroy_process_group()
