@@ -37,7 +37,7 @@ _WRITTEN_BY_US = {
     WEIGHTS_FILE,
     STATISTICS_FILE,
     TOKENIZER_FILE,
-    "tokenizer_config.json",
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "assets",
 }
 

@@ -181,8 +181,9 @@ class PI05Processor:
     def _bins(self, state_BS: Tensor, noise: float, generator: torch.Generator | None) -> Tensor:
         normalised_BS = self._state_normalizer().normalize(state_BS)
         if noise:
-            draw = torch.randn(normalised_BS.shape, generator=generator, device=normalised_BS.device)
-            normalised_BS = normalised_BS + noise * draw
+            source = normalised_BS.device if generator is None else generator.device
+            draw_BS = torch.randn(normalised_BS.shape, generator=generator, device=source)
+            normalised_BS = normalised_BS + noise * draw_BS.to(normalised_BS.device)
         return discretize_state(normalised_BS)
 
     # -- targets and outputs ----------------------------------------------------------------------------------------
