@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from soma_lightning import _autoload
+from soma_lightning._autoload import install as _register_strategies
 
 if TYPE_CHECKING:
     from soma_lightning.attention import ContextKV as ContextKV
@@ -55,4 +55,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-_autoload.install()
+_register_strategies()

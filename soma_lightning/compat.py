@@ -1,0 +1,31 @@
+"""Which private corners of Lightning this package leans on, in one place; `tests/canaries` tests each of them.
+
+Lightning is imported inside the functions, so that importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The user's optimizer inside Lightning's wrapper, which imitates its class but not its state."""
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def count_as_single_device(strategy_class: type, *, fabric: bool) -> None:
+    """Makes `isinstance(strategy, SingleDeviceStrategy)` true for a strategy of one process.
+
+    Lightning asks this and nothing else: the Trainer before it accepts a `torch.compile`d module, Fabric before it
+    lets a program go on without `launch()`. Both are right for one process and wrong for several.
+    """
+    if fabric:
+        from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
+
+        FabricSingleDeviceStrategy.register(strategy_class)
+    else:
+        from lightning.pytorch.strategies import SingleDeviceStrategy
+
+        SingleDeviceStrategy.register(strategy_class)

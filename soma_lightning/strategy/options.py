@@ -1,0 +1,108 @@
+"""Which settings both strategies take, and which of them this version refuses instead of ignoring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from soma_lightning.layout.mesh import Layout
+from soma_lightning.optim.clipping import check_norm_type
+
+#: Settings whose feature needs several processes or comes with it: only their defaults are accepted.
+_ONE_PROCESS_ONLY_DEFAULT = (
+    "wrap_policy",
+    "mixed_precision",
+    "wrappers",
+    "mixed_precision_policies",
+    "mixed_precision_rules",
+    "frozen",
+    "reshard_after_forward",
+    "keep_low_precision_grads",
+    "compile",
+    "activation_checkpointing",
+    "async_save",
+    "tensor_parallel",
+    "pipeline",
+    "forward_methods",
+    "cpu_offload",
+)
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "fused_optimizer": ("auto", True, False),
+    "master_weights": ("auto", True, False),
+    "nonfinite": ("skip", "raise"),
+    "checkpoint_weights_only": (None, True, False),
+    "log_grad_norm": (True, False),
+    "save_format": ("auto", "file"),
+}
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """The settings of `SomaSpeedStrategy` and `FabricSomaSpeedStrategy`; meanings are documented there.
+
+    Raises ValueError for a value that is not known, or that this version cannot honor, naming what can be used.
+    """
+
+    layout: Layout | dict[str, Any] | str = "auto"
+    wrap_policy: dict[str, list[str]] | None = None
+    mixed_precision: dict[str, Any] | None = None
+    wrappers: dict[str, dict[str, Any]] | None = None
+    mixed_precision_policies: dict[str, dict[str, Any]] | None = None
+    mixed_precision_rules: dict[str, str] | None = None
+    frozen: Literal["auto", "replicate", "shard"] = "auto"
+    reshard_after_forward: bool | None = None
+    fused_optimizer: Literal["auto"] | bool = "auto"
+    master_weights: Literal["auto"] | bool = "auto"
+    keep_low_precision_grads: bool = False
+    nonfinite: Literal["skip", "raise"] = "skip"
+    max_consecutive_skips: int | None = 10
+    norm_type: float = 2.0
+    compile: dict[str, Any] | None = None
+    activation_checkpointing: dict[str, Any] | None = None
+    save_format: Literal["auto", "file", "directory"] = "auto"
+    async_save: bool = False
+    checkpoint_weights_only: bool | None = None
+    log_grad_norm: bool = False
+    report: bool | str = True
+    tensor_parallel: dict[str, Any] | None = None
+    pipeline: dict[str, Any] | None = None
+    forward_methods: list[str] | None = None
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in _ONE_PROCESS_ONLY_DEFAULT:
+            value = getattr(self, name)
+            if value != defaults[name]:
+                raise ValueError(
+                    f"{name}={value!r} is not available in this version, which runs one process; "
+                    f"leave it at {defaults[name]!r}"
+                )
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
+                later = " in this version" if name == "save_format" and value == "directory" else ""
+                raise ValueError(
+                    f"{name}={value!r} is not available{later}; use one of {', '.join(map(repr, choices))}"
+                )
+        if self.max_consecutive_skips is not None and self.max_consecutive_skips < 1:
+            raise ValueError(
+                f"max_consecutive_skips={self.max_consecutive_skips} must be at least 1; None never stops the run"
+            )
+        if not isinstance(self.report, bool) and not str(self.report).endswith(".json"):
+            raise ValueError(f"report={self.report!r} must be True, False or the path of a .json file")
+        check_norm_type(self.norm_type)
+        if self.fused_optimizer is False:
+            self.refuse_without_fused_step("fused_optimizer=False")
+
+    def refuse_without_fused_step(self, reason: str) -> None:
+        """ValueError if a setting needs the fused optimizer step; `reason` says why that is off."""
+        needs = {
+            "master_weights=True": self.master_weights is True,
+            "nonfinite='raise'": self.nonfinite == "raise",
+            "log_grad_norm=True": self.log_grad_norm,
+        }
+        for setting, is_set in needs.items():
+            if is_set:
+                raise ValueError(f"{setting} needs the fused optimizer step, which is off here: {reason}")

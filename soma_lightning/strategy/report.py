@@ -1,0 +1,168 @@
+"""What a run really does, told at its start: what trains, what is frozen, by which paths and in which versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from soma_lightning.attention import attention_path
+
+#: Names printed from a longer list; the JSON file has all of them.
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """One set of parameters: qualified names, how many tensors and elements, and elements by dtype."""
+
+    names: list[str]
+    tensors: int
+    parameters: int
+    dtypes: dict[str, int]
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Tensor]]) -> ParameterFacts:
+        pairs = list(named)
+        dtypes: Counter[str] = Counter()
+        for _, param in pairs:
+            dtypes[str(param.dtype).removeprefix("torch.")] += param.numel()
+        return cls([name for name, _ in pairs], len(pairs), sum(dtypes.values()), dict(dtypes))
+
+    def summary(self) -> str:
+        shown = ", ".join(self.names[:_NAMES_SHOWN]) + (", ..." if len(self.names) > _NAMES_SHOWN else "")
+        dtypes = ", ".join(f"{dtype} {count:,}" for dtype, count in self.dtypes.items())
+        return f"{self.parameters:,} parameters in {self.tensors} tensors ({dtypes or 'none'}) {shown}".rstrip()
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """One optimizer: class, how it steps and why, and per group its learning rate, weight decay and elements."""
+
+    name: str
+    path: str
+    groups: list[dict[str, float]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, path: str) -> OptimizerFacts:
+        groups = [
+            {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
+            | {"parameters": sum(p.numel() for p in group["params"] if p.requires_grad)}
+            for group in optimizer.param_groups
+        ]
+        return cls(type(optimizer).__name__, path, groups)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The facts of one run; `summary()` is printed, `write()` saves everything as JSON.
+
+    trainable, frozen: by `requires_grad`. unoptimized: trainable names that no optimizer holds.
+    model, data: what `report_facts()` of the module and the data module return.
+    """
+
+    trainable: ParameterFacts
+    frozen: ParameterFacts
+    unoptimized: list[str]
+    optimizers: list[OptimizerFacts]
+    clipping: str
+    precision: str
+    attention: str
+    layout: dict[str, int]
+    device: str
+    versions: dict[str, str]
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        lines = [
+            f"trainable:  {self.trainable.summary()}",
+            f"frozen:     {self.frozen.summary()}",
+            *(f"optimizer:  {optimizer.path}" for optimizer in self.optimizers),
+            f"clipping:   {self.clipping}",
+            f"precision:  {self.precision}",
+            f"attention:  {self.attention}",
+            f"layout:     {' x '.join(f'{dim} {size}' for dim, size in self.layout.items())} on {self.device}",
+            f"versions:   {', '.join(f'{name} {version}' for name, version in self.versions.items())}",
+            *(f"{f'{key}:':<11} {_short(value)}" for key, value in {**self.model, **self.data}.items()),
+        ]
+        if self.unoptimized:
+            lines.insert(2, f"in no optimizer: {_short(self.unoptimized)}")
+        return "\n".join(["SomaSpeed run report", *(f"  {line}" for line in lines)])
+
+    def write(self, path: str | Path) -> None:
+        """Writes the whole report as JSON, replacing an older file in one step."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        unfinished.replace(path)
+
+
+def build_report(
+    module: Module,
+    optimizers: Sequence[tuple[Optimizer, str]],
+    *,
+    clipping: str,
+    precision: str,
+    layout: dict[str, int],
+    device: torch.device,
+    data: object = None,
+) -> RunReport:
+    """Collects the facts now. optimizers: pairs of optimizer and how it steps. data: the data module, if any.
+
+    Raises TypeError when a `report_facts()` returns something that JSON cannot hold.
+    """
+    named = list(module.named_parameters())
+    optimized = {id(p) for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return RunReport(
+        trainable=ParameterFacts.of((name, p) for name, p in named if p.requires_grad),
+        frozen=ParameterFacts.of((name, p) for name, p in named if not p.requires_grad),
+        unoptimized=[name for name, p in named if p.requires_grad and id(p) not in optimized],
+        optimizers=[OptimizerFacts.of(optimizer, path) for optimizer, path in optimizers],
+        clipping=clipping,
+        precision=precision,
+        attention=attention_path(),
+        layout=layout,
+        device=_device_name(device),
+        versions=_versions(),
+        model=_own_facts(module),
+        data=_own_facts(data),
+    )
+
+
+def _own_facts(source: object) -> dict[str, Any]:
+    report_facts = getattr(source, "report_facts", None)
+    if report_facts is None:
+        return {}
+    facts = report_facts()
+    try:
+        json.dumps(facts)
+    except TypeError as error:
+        raise TypeError(f"{type(source).__name__}.report_facts() must return JSON values: {error}") from error
+    return dict(facts)
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def _versions() -> dict[str, str]:
+    """Versions of what is loaded: nothing is imported to ask for its version."""
+    names = ("torch", "lightning", "transformers", "triton", "soma_lightning")
+    return {name: str(sys.modules[name].__version__) for name in names if hasattr(sys.modules.get(name), "__version__")}
+
+
+def _short(value: object) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

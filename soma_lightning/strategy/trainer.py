@@ -1,0 +1,274 @@
+"""`Trainer(strategy="somaspeed")`: the strategy for lightning.pytorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from soma_lightning.compat import count_as_single_device, unwrap_optimizer
+from soma_lightning.layout.mesh import Layout
+from soma_lightning.optim.fused_adamw import FusedAdamW
+from soma_lightning.strategy.engine import Engine
+from soma_lightning.strategy.options import StrategyOptions
+from soma_lightning.strategy.precision import with_deferred_clipping
+from soma_lightning.strategy.report import RunReport, build_report
+
+T = TypeVar("T")
+
+
+class SomaSpeedStrategy(ParallelStrategy):
+    """Trains an unchanged LightningModule with one fused statistics, clipping and AdamW step.
+
+    This version runs one process (CPU or one GPU); arguments of sharding are refused by name unless left alone.
+
+    layout: a `Layout`, a dict of its fields, or "auto", "fsdp", "hsdp", "replicate".
+    fused_optimizer: "auto" gives every plain torch.optim.AdamW the fused step, in place, and leaves other optimizers
+        as they are (the run report says why); True makes such an optimizer an error; False never does it.
+    master_weights: fp32 masters and moments for bf16 and fp16 parameters; "auto": when there are such parameters.
+    nonfinite: a step with non-finite gradients changes nothing; "skip" goes on, "raise" stops the run naming step and
+        parameter (reads one value from the device every step).
+    max_consecutive_skips: "skip" stops the run after this many skipped steps in a row; None never does.
+    norm_type: norm of `gradient_clip_val` and of the logged norm, 2.0 or inf.
+    save_format: "auto" and "file" write ordinary Lightning checkpoints.
+    checkpoint_weights_only: `weights_only` for loading checkpoints when `fit(..., weights_only=)` is not given.
+    log_grad_norm: logs `grad_norm` (before clipping; `grad_norm_<i>` with several optimizers) every
+        `log_every_n_steps`; costs no extra pass.
+    report: True prints a run report when training starts and writes `run_report.json` into `trainer.log_dir`; the path
+        of a .json file writes it there; False does neither.
+
+    With a GradScaler (16-mixed) gradients are unscaled in place before the step, as without this strategy, and a step
+    that the scaler skips is not counted in `skipped_steps`.
+    Raises ValueError for a value that is unknown or not available, naming what is.
+    """
+
+    strategy_name = "somaspeed"
+
+    def __init__(
+        self,
+        layout: Layout | dict[str, Any] | str = "auto",
+        wrap_policy: dict[str, list[str]] | None = None,
+        mixed_precision: dict[str, Any] | None = None,
+        wrappers: dict[str, dict[str, Any]] | None = None,
+        mixed_precision_policies: dict[str, dict[str, Any]] | None = None,
+        mixed_precision_rules: dict[str, str] | None = None,
+        frozen: Literal["auto", "replicate", "shard"] = "auto",
+        reshard_after_forward: bool | None = None,
+        fused_optimizer: Literal["auto"] | bool = "auto",
+        master_weights: Literal["auto"] | bool = "auto",
+        keep_low_precision_grads: bool = False,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        max_consecutive_skips: int | None = 10,
+        norm_type: float = 2.0,
+        compile: dict[str, Any] | None = None,
+        activation_checkpointing: dict[str, Any] | None = None,
+        save_format: Literal["auto", "file", "directory"] = "auto",
+        async_save: bool = False,
+        checkpoint_weights_only: bool | None = None,
+        log_grad_norm: bool = False,
+        report: bool | str = True,
+        tensor_parallel: dict[str, Any] | None = None,
+        pipeline: dict[str, Any] | None = None,
+        forward_methods: list[str] | None = None,
+        cpu_offload: bool = False,
+    ) -> None:
+        options = StrategyOptions(
+            layout=layout,
+            wrap_policy=wrap_policy,
+            mixed_precision=mixed_precision,
+            wrappers=wrappers,
+            mixed_precision_policies=mixed_precision_policies,
+            mixed_precision_rules=mixed_precision_rules,
+            frozen=frozen,
+            reshard_after_forward=reshard_after_forward,
+            fused_optimizer=fused_optimizer,
+            master_weights=master_weights,
+            keep_low_precision_grads=keep_low_precision_grads,
+            nonfinite=nonfinite,
+            max_consecutive_skips=max_consecutive_skips,
+            norm_type=norm_type,
+            compile=compile,
+            activation_checkpointing=activation_checkpointing,
+            save_format=save_format,
+            async_save=async_save,
+            checkpoint_weights_only=checkpoint_weights_only,
+            log_grad_norm=log_grad_norm,
+            report=report,
+            tensor_parallel=tensor_parallel,
+            pipeline=pipeline,
+            forward_methods=forward_methods,
+            cpu_offload=cpu_offload,
+        )
+        self.engine = Engine(options)
+        self._num_nodes = 1
+        super().__init__()
+
+    # ------------------------------------------------------------------ world
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether each rank must see its own part of the data (Lightning then adds a DistributedSampler)."""
+        return self.world_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        """Last call of Trainer's connector, when devices and nodes are known. One process needs no launcher."""
+        assert self.parallel_devices is not None
+        asked = len(self.parallel_devices) * self.num_nodes
+        self.engine.setup_world(world_size=max(asked, self.world_size), num_nodes=self.num_nodes)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # One process: every collective is the identity.
+
+    def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
+        return tensor
+
+    def barrier(self, name: str | None = None) -> None:
+        return None
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return obj
+
+    # ------------------------------------------------------------------ set-up
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else with_deferred_clipping(plugin, self.engine)
+
+    def _setup_model(self, model: Module) -> Module:
+        return self.engine.setup_module(model)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.engine.setup_optimizer(unwrap_optimizer(optimizer))
+        # Wrappers copy the class of what they wrap: rebuild them around the new one.
+        self.optimizers = self.optimizers
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if weights_only is None:
+            weights_only = self.engine.options.checkpoint_weights_only
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    # ------------------------------------------------------------------ training
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        if getattr(module, "soma_normalizer", None) is not None:
+            raise ValueError(
+                f"{type(module).__name__}.soma_normalizer is not available in this version; return the mean loss"
+            )
+        self.engine.after_step(optimizer, where=f"global_step {module.trainer.global_step}")
+        if self.engine.options.log_grad_norm:
+            self._log_grad_norm(module, optimizer)
+        return result
+
+    def _log_grad_norm(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        optimizers = [unwrap_optimizer(candidate) for candidate in self.optimizers]
+        suffix = "" if len(optimizers) == 1 else f"_{optimizers.index(optimizer)}"
+        assert isinstance(optimizer, FusedAdamW)
+        # A tensor is logged as it is: Lightning reads it only on steps that are written to the loggers.
+        module.log(f"grad_norm{suffix}", optimizer.last_grad_norm, on_step=True, on_epoch=False, batch_size=1)
+
+    def grad_norm(self, optimizer: Optimizer) -> Tensor:
+        """0-d: gradient norm (`norm_type`) before the step, for `on_before_optimizer_step`; the step reuses the pass.
+
+        TypeError for an optimizer without the fused step.
+        """
+        target = unwrap_optimizer(optimizer)
+        if not isinstance(target, FusedAdamW):
+            raise TypeError(f"{type(target).__name__} has no fused step; use lightning.pytorch.utilities.grad_norm")
+        return target.grad_norm()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.model is not None
+        with self.engine.gradient_sync(self.model, enabled=False):
+            yield
+
+    # ------------------------------------------------------------------ report
+
+    def on_train_start(self) -> None:
+        """Last of all `on_train_start` hooks: whatever was frozen by then is frozen in the report."""
+        super().on_train_start()
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        report = self.engine.options.report
+        if report is False or trainer.barebones or not self.is_global_zero:
+            return
+        facts = self._build_report(trainer, module)
+        rank_zero_info(facts.summary())
+        if isinstance(report, str):
+            facts.write(report)
+        elif not getattr(trainer, "fast_dev_run", False):
+            facts.write(Path(trainer.log_dir or trainer.default_root_dir) / "run_report.json")
+
+    def _build_report(self, trainer: pl.Trainer, module: pl.LightningModule) -> RunReport:
+        assert self.engine.layout is not None
+        optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers]
+        return build_report(
+            module,
+            [(optimizer, self.engine.path_of(optimizer).description) for optimizer in optimizers],
+            clipping=self._clipping_rule(trainer, module),
+            precision=str(self.precision_plugin.precision),
+            layout=self.engine.layout.mesh_shape(),
+            device=self.root_device,
+            data=getattr(trainer, "datamodule", None),
+        )
+
+    def _clipping_rule(self, trainer: pl.Trainer, module: pl.LightningModule) -> str:
+        if not module.automatic_optimization:
+            return "by the module (manual optimization)"
+        if is_overridden("configure_gradient_clipping", module):
+            return "by the module's configure_gradient_clipping"
+        if not trainer.gradient_clip_val:
+            return "none"
+        algorithm = trainer.gradient_clip_algorithm or "norm"
+        norm = f" (norm type {self.engine.options.norm_type})" if algorithm == "norm" else ""
+        return f"by {algorithm} {trainer.gradient_clip_val}{norm}"
+
+
+count_as_single_device(SomaSpeedStrategy, fabric=False)
