@@ -105,8 +105,10 @@ class SomaCLI(LightningCLI):
 
 def main(argv: list[str]) -> int:
     """argv[0] is the Lightning subcommand. Returns the exit status: 2 for a wrong command line or bad input."""
+    typed = sys.argv
     try:
-        arguments = list(resolve_configs(argv))
+        # Lightning starts further processes with sys.argv, so the resolved command line must stand there.
+        sys.argv = [typed[0], *resolve_configs(argv)]
         load_extensions()
         SomaCLI(
             LightningModule,
@@ -117,9 +119,10 @@ def main(argv: list[str]) -> int:
             save_config_kwargs={"overwrite": True},
             trainer_defaults={"callbacks": [LearningCurve()], "strategy": "somaspeed"},
             auto_configure_optimizers=False,
-            args=arguments,
         )
     except (ValueError, FileNotFoundError, KeyError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    finally:
+        sys.argv = typed
     return 0

@@ -7,6 +7,7 @@ import difflib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NoReturn, get_type_hints
@@ -19,6 +20,9 @@ UNKNOWN_OPTION = (
     re.compile(r"[Uu]nrecognized arguments: --([^\s=]+)"),
     re.compile(r"Key '([^']+)' is not expected"),
 )
+
+#: What a constructor said, inside jsonargparse's account of every type that it tried.
+CAUSE = re.compile(r"Problem with given class_path '([^']+)':\n(.*?)\n\s*- Expected", re.DOTALL)
 
 
 def options_of(class_path: str) -> list[str]:
@@ -51,7 +55,8 @@ def explain(message: str, known: Iterable[str]) -> str:
         near = difflib.get_close_matches(prefix + option, candidates, 3, 0.5)
         hint = f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
         return f"unknown option '{prefix}{option}'{hint}"
-    return message
+    cause = CAUSE.search(message)
+    return f"{cause.group(1)}: {textwrap.dedent(cause.group(2)).strip()}" if cause else message
 
 
 class SomaParser(LightningArgumentParser):

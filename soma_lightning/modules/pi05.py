@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from soma_lightning.models.pi05.config import PI05Config
-from soma_lightning.models.pi05.policy import PI05Policy
+from soma_lightning.models.pi05.policy import PI05Policy, changed_config
 from soma_lightning.modules.base import PolicyModule, TrainingConfig
 
 
@@ -42,7 +42,8 @@ class PI05Module(PolicyModule):
         if pretrained is not None:
             policy = PI05Policy.from_pretrained(pretrained, revision=revision, changes=changes)
         else:
-            policy = PI05Policy(PI05Config.named(size, **changes))
+            sizes = {"base": PI05Config.base(), "tiny": PI05Config.tiny()}
+            policy = PI05Policy(changed_config(sizes[size], changes))
             policy.reset_parameters()
         super().__init__(policy, training)
         self.statistics_from = statistics
