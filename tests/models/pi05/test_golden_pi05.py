@@ -1,4 +1,4 @@
-"""Does our network compute what lerobot's computes? Loss, every gradient and sampled actions of stored tiny networks."""
+"""Does our network compute what lerobot computes? Loss, every gradient and sampled actions of stored tiny networks."""
 
 from __future__ import annotations
 
