@@ -29,6 +29,7 @@ NORM_STATS_FILE = "norm_stats.json"
 _PREPROCESSOR = "policy_preprocessor"
 _POSTPROCESSOR = "policy_postprocessor"
 _NORMALIZER = "normalizer_processor"
+_UNNORMALIZER = "unnormalizer_processor"
 #: openpi files statistics under the data set's name; ours may come from any.
 ASSET_ID = "soma"
 _WRITTEN_BY_US = {
@@ -123,49 +124,56 @@ def lerobot_would_agree(config: PI05Config) -> bool:
 def _save_pipelines(folder: Path, config: PI05Config, statistics: Statistics) -> None:
     from safetensors.torch import save_file
 
-    mode = {"quantiles": "QUANTILES", "mean_std": "MEAN_STD"}[config.normalization]
-    norm_map = {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}
-    side = config.image_resolution
-    action = {ACTION: {"type": "ACTION", "shape": [_dim(statistics, ACTION)]}}
-    features = {
-        **{camera: {"type": "VISUAL", "shape": [3, side, side]} for camera in config.cameras},
-        STATE: {"type": "STATE", "shape": [_dim(statistics, STATE)]},
-        **action,
-    }
-    device = _step("device_processor", device="cpu", float_dtype=None)
-    preprocessor = [
-        _step("rename_observations_processor", rename_map={}),
-        _step("to_batch_processor"),
-        _step("relative_actions_processor", enabled=False, exclude_joints=["gripper"], action_names=None),
-        _step(_NORMALIZER, eps=1e-8, features=features, norm_map=norm_map),
-        _step("pi05_prepare_state_tokenizer_processor_step"),
-        _step(
-            "tokenizer_processor",
-            max_length=config.tokenizer_max_length,
-            task_key="task",
-            padding_side="right",
-            padding="max_length",
-            truncation=True,
-            tokenizer_name=config.tokenizer,
-        ),
-        device,
-    ]
-    postprocessor = [
-        _step("unnormalizer_processor", eps=1e-8, features=action, norm_map=norm_map),
-        _step("absolute_actions_processor", enabled=False),
-        device,
-    ]
     tensors = {
         f"{feature}.{name}": torch.from_numpy(np.asarray(value, np.float32))
         for feature, stats in statistics.items()
         for name, value in stats.items()
     }
-    for name, steps in ((_PREPROCESSOR, preprocessor), (_POSTPROCESSOR, postprocessor)):
+    pipelines = _pipelines(config, _dim(statistics, STATE), _dim(statistics, ACTION))
+    for name, steps in pipelines.items():
         for index, step in enumerate(steps):
-            if step["registry_name"] in (_NORMALIZER, "unnormalizer_processor"):
+            if step["registry_name"] in (_NORMALIZER, _UNNORMALIZER):
                 step["state_file"] = f"{name}_step_{index}_{step['registry_name']}.safetensors"
                 save_file(tensors, folder / step["state_file"])
         (folder / f"{name}.json").write_text(json.dumps({"name": name, "steps": steps}, indent=2))
+
+
+def _pipelines(config: PI05Config, state_dim: int, action_dim: int) -> dict[str, list[dict[str, Any]]]:
+    """The steps of lerobot's two pipelines for pi0.5, as lerobot 0.6.1 writes them."""
+    mode = {"quantiles": "QUANTILES", "mean_std": "MEAN_STD"}[config.normalization]
+    norm_map = {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}
+    shape = [3, config.image_resolution, config.image_resolution]
+    action = {ACTION: {"type": "ACTION", "shape": [action_dim]}}
+    features = {
+        **{camera: {"type": "VISUAL", "shape": shape} for camera in config.cameras},
+        STATE: {"type": "STATE", "shape": [state_dim]},
+        **action,
+    }
+    tokenizer = {
+        "max_length": config.tokenizer_max_length,
+        "task_key": "task",
+        "padding_side": "right",
+        "padding": "max_length",
+        "truncation": True,
+        "tokenizer_name": config.tokenizer,
+    }
+    device = _step("device_processor", device="cpu", float_dtype=None)
+    return {
+        _PREPROCESSOR: [
+            _step("rename_observations_processor", rename_map={}),
+            _step("to_batch_processor"),
+            _step("relative_actions_processor", enabled=False, exclude_joints=["gripper"], action_names=None),
+            _step(_NORMALIZER, eps=1e-8, features=features, norm_map=norm_map),
+            _step("pi05_prepare_state_tokenizer_processor_step"),
+            _step("tokenizer_processor", **tokenizer),
+            device,
+        ],
+        _POSTPROCESSOR: [
+            _step(_UNNORMALIZER, eps=1e-8, features=action, norm_map=norm_map),
+            _step("absolute_actions_processor", enabled=False),
+            device,
+        ],
+    }
 
 
 def _step(registry_name: str, **config: Any) -> dict[str, Any]:

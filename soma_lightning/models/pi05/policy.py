@@ -194,18 +194,7 @@ class PI05Policy(BasePolicy):
         time = self._time(rows, generator) if time is None else _checked_time(time, rows, self.device)
         dims = targets.actions.shape[2] if self.config.loss_dims == "padded" else self.config.action_dim
         errors_NHA = self.model.flow_loss(prefix, targets.actions, noise, time)[..., :dims]
-        counts_BH = targets.counts
-        weights_N1H1 = counts_BH.repeat_interleave(flow_draws, dim=0)[..., None]
-        sum_A = torch.where(weights_N1H1, errors_NHA, 0.0).sum(dim=(0, 1))
-        steps = counts_BH.sum() * flow_draws
-        count = (steps * sum_A.shape[0]).to(sum_A.dtype)
-        loss_sum = sum_A.sum()
-        return {
-            "loss": loss_sum / count.clamp(min=1),
-            "loss_sum": loss_sum,
-            "count": count,
-            "loss_per_dim": sum_A.detach() / steps.clamp(min=1),
-        }
+        return _reduced(errors_NHA, targets.counts, flow_draws)
 
     def _encode(
         self, batch: Mapping[str, Any], state_noise: float = 0.0, generator: torch.Generator | None = None
@@ -382,6 +371,20 @@ class PI05Policy(BasePolicy):
         if found is not None:
             policy.set_statistics(found[0], source=found[1] if statistics is not None else f"checkpoint ({found[1]})")
         return policy
+
+
+def _reduced(errors_NHA: Tensor, counts_BH: Tensor, flow_draws: int) -> dict[str, Tensor]:
+    """Sums and means over the steps that count; row n of the errors belongs to sample n // flow_draws."""
+    counted_NH1 = counts_BH.repeat_interleave(flow_draws, dim=0)[..., None]
+    sum_A = torch.where(counted_NH1, errors_NHA, 0.0).sum(dim=(0, 1))
+    steps = counts_BH.sum() * flow_draws
+    loss_sum, count = sum_A.sum(), (steps * sum_A.shape[0]).to(sum_A.dtype)
+    return {
+        "loss": loss_sum / count.clamp(min=1),
+        "loss_sum": loss_sum,
+        "count": count,
+        "loss_per_dim": sum_A.detach() / steps.clamp(min=1),
+    }
 
 
 def changed_config(config: PI05Config, changes: Mapping[str, Any]) -> PI05Config:
