@@ -140,10 +140,11 @@ class Worker:
     def _read(self, method: str, deadline: float, timeout_s: float) -> tuple[int, bool, Any]:
         process, connection = self._process, self.connection
         assert process is not None, "start() comes first"
+        late = WorkerFailure(
+            f"worker {self.number} gave no answer to '{method}' within {timeout_s:g} s and was ended", alive=False
+        )
         if not wait([connection], max(0.0, deadline - time.monotonic())):
-            raise WorkerFailure(
-                f"worker {self.number} gave no answer to '{method}' within {timeout_s:g} s and was ended", alive=False
-            )
+            raise late
         # A process that is stopped in the middle of an answer would block this read for ever; killing it ends the read.
         watchdog = threading.Timer(max(0.1, deadline - time.monotonic()), process.kill)
         watchdog.daemon = True
@@ -151,7 +152,7 @@ class Worker:
         try:
             number, ok, value = connection.recv()
         except (EOFError, OSError) as error:
-            raise self._died(method) from error
+            raise (late if watchdog.finished.is_set() else self._died(method)) from error
         finally:
             watchdog.cancel()
         return number, ok, value

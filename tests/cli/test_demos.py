@@ -1,0 +1,100 @@
+"""`soma demos`: from the command line to a data set that the reader accepts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from soma_lightning.cli.demos import build_parser, main
+from soma_lightning.data.lerobot import LeRobotDataset
+
+
+def arguments(out: Path, *more: str) -> list[str]:
+    base = ["--env", "somatable", "--task", "reach_cube", "--task", "reach_green", "--episodes", "2"]
+    return [*base, "--image_size", "32", "--workers", "1", "--out", str(out), *more]
+
+
+def test_a_recording_reads_as_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "demos"
+    assert main(arguments(out, "--seed", "5")) == 0
+    printed = capsys.readouterr().out
+    assert "reach_cube: 2/2 demonstrations of 2 attempts" in printed
+    assert "reach_green: the expert solved 100% of 2 attempts" in printed
+    assert f"written: {out}" in printed
+
+    info = json.loads((out / "meta" / "info.json").read_text())
+    assert (info["codebase_version"], info["fps"], info["robot_type"]) == ("v3.0", 20, "somatable")
+    assert info["total_episodes"] == 4
+    side = json.loads((out / "meta" / "soma_demos.json").read_text())
+    assert (side["seed"], side["init_state_stream"], side["noise"]) == (5, 1_000_005, 0.25)
+    assert [(task["task"], task["init_states"]) for task in side["tasks"]] == [
+        ("reach_cube", [0, 1]),
+        ("reach_green", [0, 1]),
+    ]
+    dataset = LeRobotDataset(out, chunk_size=4)
+    assert len(dataset) == side["num_frames"]
+    item = dataset[0]
+    assert item["task"] == "reach the cube"
+    assert item["observation.images.image"].shape == (3, 32, 32)
+    assert item["observation.state"].shape == (8,)
+    assert item["action"].shape == (4, 7)
+    np.testing.assert_array_equal(np.asarray(item["action"])[:, 3:6], 0.0)
+
+
+def test_an_existing_folder_is_only_replaced_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "demos"
+    assert main(arguments(out)) == 0
+    before = (out / "meta" / "soma_demos.json").read_text()
+    capsys.readouterr()
+    assert main(arguments(out, "--seed", "1")) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert (out / "meta" / "soma_demos.json").read_text() == before
+    assert main(arguments(out, "--seed", "1", "--overwrite")) == 0
+    assert (out / "meta" / "soma_demos.json").read_text() != before
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--task", "pich"], "unknown task 'pich'"),
+        (["--env", "somatabel"], "Did you mean 'somatable'"),
+        (["--episodes", "0"], "episodes=0 must be at least 1"),
+        (["--image_size", "4"], "image_size=4 is outside 16..1024"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert main(arguments(tmp_path / "demos", *more)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("soma demos: error: ")
+    assert message in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwrite_takes_a_flag_or_a_value() -> None:
+    def overwrite(*more: str) -> bool:
+        return bool(build_parser().parse_args(arguments(Path("out"), *more)).overwrite)
+
+    assert [
+        overwrite(),
+        overwrite("--overwrite"),
+        overwrite("--overwrite", "true"),
+        overwrite("--overwrite=false"),
+    ] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_unknown_options_and_missing_ones_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (["--epsodes", "3"], ["--task", "push"]):
+        with pytest.raises(SystemExit) as caught:
+            main(wrong)
+        assert caught.value.code == 2
+    capsys.readouterr()

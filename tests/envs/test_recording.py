@@ -1,0 +1,164 @@
+"""Recording demonstrations: labels, disturbances, and the same result whatever the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from soma_lightning.envs.demos import demonstration_features, record_demonstrations
+from soma_lightning.envs.recorder import Disturbance, Recorder
+from soma_lightning.envs.registry import EnvSpec
+from soma_lightning.envs.worker import WorkerError
+
+SPEC = EnvSpec("somatable", {"image_size": 32})
+
+
+class ListWriter:
+    def __init__(self) -> None:
+        self.episodes: list[tuple[dict[str, np.ndarray], str]] = []
+
+    def add_episode(self, frames: Mapping[str, np.ndarray], task: str) -> None:
+        self.episodes.append((dict(frames), task))
+
+
+def record(workers: int, seed: int = 0, noise: float = 0.25) -> tuple[ListWriter, dict[str, object], list[str]]:
+    writer, lines = ListWriter(), []
+    summary = record_demonstrations(
+        SPEC,
+        ["reach_green", "push"],
+        episodes=3,
+        writer=writer,
+        seed=seed,
+        noise=noise,
+        workers=workers,
+        report=lines.append,
+    )
+    return writer, summary.to_dict(), lines
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[ListWriter, dict[str, object], list[str]]:
+    return record(workers=1)
+
+
+def test_two_workers_record_what_one_process_records(alone: tuple[ListWriter, dict[str, object], list[str]]) -> None:
+    writer, summary, _ = alone
+    spread, spread_summary, _ = record(workers=2)
+    assert summary == spread_summary
+    assert len(writer.episodes) == len(spread.episodes) == 6
+    for (one, task), (other, other_task) in zip(writer.episodes, spread.episodes, strict=True):
+        assert task == other_task
+        for key, values in one.items():
+            np.testing.assert_array_equal(values, other[key])
+
+
+def test_episodes_match_the_announced_features(alone: tuple[ListWriter, dict[str, object], list[str]]) -> None:
+    writer, summary, lines = alone
+    features = demonstration_features(32)
+    for frames, _ in writer.episodes:
+        assert set(frames) == set(features)
+        length = len(frames["action"])
+        assert 10 < length <= 120
+        for key, feature in features.items():
+            assert frames[key].shape == (length, *feature["shape"])
+            assert frames[key].dtype == ("uint8" if feature["dtype"] == "image" else feature["dtype"])
+        assert np.abs(frames["action"]).max() <= 1.0
+        np.testing.assert_array_equal(frames["action"][:, 3:6], 0.0)
+    assert [task for _, task in writer.episodes] == ["reach the green disc"] * 3 + [
+        "push the cube to the green disc"
+    ] * 3
+    assert summary["num_frames"] == sum(len(frames["action"]) for frames, _ in writer.episodes)
+    reach, push = summary["tasks"]  # type: ignore[misc]
+    assert reach["init_states"] == [0, 1, 2]
+    assert push["success_rate"] == 3 / push["attempts"]
+    assert any(line.startswith("push: 3/3 demonstrations of") for line in lines)
+
+
+def test_another_seed_gives_other_scenes(alone: tuple[ListWriter, dict[str, object], list[str]]) -> None:
+    other, summary, _ = record(workers=1, seed=1)
+    assert summary["init_state_stream"] == 1_000_001
+    first, second = alone[0].episodes[0][0]["observation.state"][0], other.episodes[0][0]["observation.state"][0]
+    assert not np.allclose(first[:3], second[:3])
+
+
+def test_labels_are_the_experts_own_actions() -> None:
+    """The disturbance moves the hand, not the label: a label is what the expert says in the recorded state."""
+    recorder = Recorder(SPEC, seed=0, noise=0.25)
+    rollout = recorder.attempt("reach_cube", 0)
+    assert rollout is not None
+    env = recorder._env
+    env.reset("reach_cube", 0)
+    target = env.table_state().cube + [0, 0, 0.06]
+    velocity = (target - rollout.states[:, :3]) * 15.0
+    velocity /= np.maximum(1.0, np.abs(velocity).max(axis=1, keepdims=True))
+    np.testing.assert_allclose(rollout.actions[:, :3], velocity, atol=2e-4)
+    assert (rollout.actions[:, 6] == -1.0).all()
+    recorder.close()
+
+    clean = Recorder(SPEC, seed=0, noise=0.0)
+    undisturbed = clean.attempt("reach_cube", 0)
+    assert undisturbed is not None
+    assert not np.allclose(undisturbed.states[5], rollout.states[5], atol=1e-4)
+    clean.close()
+
+
+def test_disturbance_has_the_stated_size() -> None:
+    """Without pushes, AR(1) with 0.8 and 0.6 keeps the standard deviation of its input: 0.6 / sqrt(1 - 0.64) = 1."""
+    disturbance = Disturbance(0.25, np.random.default_rng(0))
+    drawn = []
+    for _ in range(20000):
+        value = disturbance.draw()
+        if disturbance._push_steps_left == 0 and np.abs(value - disturbance._correlated).max() == 0.0:
+            drawn.append(value)
+    assert np.std(drawn) == pytest.approx(0.25, rel=0.05)
+    pushed = 1 - len(drawn) / 20000
+    assert pushed == pytest.approx(0.03 * 5 / (1 + 0.03 * 4), rel=0.15)
+    np.testing.assert_array_equal(Disturbance(0.0, np.random.default_rng(0)).draw(), np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": ["pus"]}, r"unknown task 'pus'.*Did you mean 'push'"),
+        ({"tasks": []}, "no task was named"),
+        ({"tasks": ["push", "push"]}, "name one task twice"),
+        ({"episodes": 0}, "episodes=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"noise": -0.1}, "noise=-0.1 must be at least 0"),
+        ({"workers": 0}, "workers=0 must be at least 1"),
+        ({"spec": SPEC.replace(stream=3)}, "stream is set by the seed of the recording"),
+        ({"spec": SPEC.replace(obs_type="state")}, "demonstrations hold images"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"spec": SPEC, "tasks": ["push"], "episodes": 1, "writer": ListWriter()} | changes
+    with pytest.raises(ValueError, match=message):
+        record_demonstrations(**arguments)  # type: ignore[arg-type]
+
+
+def test_an_environment_without_expert_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_env.py").write_text(
+        "from soma_lightning.envs.somatable import SomaTable\nclass Own(SomaTable):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="environment 'own_env:Own' has no scripted expert; 'somatable' has"):
+        record_demonstrations(EnvSpec("own_env:Own"), ["push"], episodes=1, writer=ListWriter())
+
+
+def test_a_task_that_hardly_ever_succeeds_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("soma_lightning.envs.demos._MIN_ATTEMPTS", 1)
+    message = "only 0 of 5 attempts of task 'pick' succeeded, 1 were asked for; lower the noise"
+    with pytest.raises(RuntimeError, match=message):
+        record_demonstrations(SPEC, ["pick"], episodes=1, writer=ListWriter(), noise=8.0, report=lambda line: None)
+
+
+def test_a_failing_worker_stops_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", "99")
+    with pytest.raises(
+        WorkerError, match=r"recording stopped: worker \d raised in building its environment:\ncannot render"
+    ):
+        record_demonstrations(SPEC, ["push"], episodes=1, writer=ListWriter(), workers=2)
