@@ -21,7 +21,7 @@ from torch import nn
 
 from soma_lightning.imports import EXTENSION_VARIABLE, extension_modules
 
-ModelBuilder = Callable[[Any, torch.dtype], nn.Module]
+ModelBuilder = Callable[[Any, Any], nn.Module]  # (ModelSettings, torch.dtype | None)
 
 #: "embodied": a policy that acts (models/policy.py); "reasoning": a language model that only generates.
 CATEGORIES = ("embodied", "reasoning")
@@ -67,8 +67,8 @@ def _settings(value: Any) -> Any:
 def register_model(model_type: str, builder: ModelBuilder, category: str = "embodied", force: bool = False) -> None:
     """Makes `model_type` valid in configurations and lets `get_model` build it.
 
-    builder: `builder(cfg, torch_dtype) -> nn.Module`; cfg holds the whole configuration (keys as items and as
-    attributes). category: see CATEGORIES. force: override a registered name, built-in models included.
+    builder: `builder(cfg, torch_dtype) -> nn.Module`; cfg is the whole configuration (ModelSettings: keys as items and
+    as attributes), torch_dtype None when no precision was set. category: see CATEGORIES. force: override a registered name, built-in models included.
     Raises ValueError for a name that is taken or unusable and for an unknown category, TypeError for a builder that
     cannot be called.
     """
@@ -93,7 +93,8 @@ def get_model(cfg: Any) -> nn.Module:
     """Builds the model that a configuration describes.
 
     cfg: dict, dataclass, Namespace or OmegaConf node with `model_type`, and optionally `precision` (fp32, bf16, fp16 or
-    a long form; default fp32), `model_path`, `is_lora` and whatever the builder wants. The builder gets all of it.
+    a long form), `model_path`, `is_lora` and whatever the builder wants. The builder gets all of it, and the dtype that
+    `precision` names: None when it is left out, for the checkpoint's or the builder's own.
     Raises ValueError for an unknown model_type (naming the nearest) or precision, TypeError for a cfg of another kind
     and for a builder that returns no module; errors of `load_extensions`.
     """
@@ -107,7 +108,9 @@ def get_model(cfg: Any) -> nn.Module:
             f"unknown model_type {model_type!r}{_nearest(str(model_type), _models)}; known: {sorted(_models)}. "
             f"A model of your own needs register_model(), called in a module that {EXTENSION_VARIABLE} names"
         )
-    model = _resolve(_models[model_type])(settings, torch_dtype(settings.get("precision", "fp32")))
+    precision = settings.get("precision")
+    dtype = None if precision is None else torch_dtype(precision)
+    model = _resolve(_models[model_type])(settings, dtype)
     if not isinstance(model, nn.Module):
         raise TypeError(f"the builder of '{model_type}' must return an nn.Module, got {type(model).__name__}")
     return model

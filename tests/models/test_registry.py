@@ -162,9 +162,10 @@ def test_unknown_precision_is_refused(precision: object) -> None:
         torch_dtype(precision)
 
 
-def test_precision_defaults_to_float32() -> None:
+def test_without_precision_the_builder_decides() -> None:
     register_model("mine", Built)
-    assert get_model({"model_type": "mine"}).dtype == torch.float32  # type: ignore[comparison-overlap]
+    assert get_model({"model_type": "mine"}).dtype is None
+    assert get_model({"model_type": "mine", "precision": None}).dtype is None
 
 
 def test_taken_names_need_force() -> None:
