@@ -1,0 +1,472 @@
+"""FusedAdamW against torch.optim.AdamW with torch's clipping, and what it does beyond it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from soma_lightning import FP32MasterAdamW, FusedAdamW
+from soma_lightning.optim import fused_adamw
+from soma_lightning.optim.clipping import ClipRule
+
+Clip = Callable[[list[nn.Parameter]], object]
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    model[0].requires_grad_(False)
+    return model
+
+
+def groups(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [
+        {"params": list(model[2].parameters()), "lr": 0.02, "betas": (0.8, 0.95)},
+        {"params": list(model[4].parameters()), "weight_decay": 0.0, "eps": 1e-6},
+    ]
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, 6, generator=generator).to(next(model.parameters()).dtype)
+    model(x).float().pow(2).sum().backward()
+
+
+def train(model: nn.Sequential, optimizer: Optimizer, clip: Callable[[], object], steps: int = 10) -> None:
+    scheduler = StepLR(optimizer, 3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        clip()
+        optimizer.step()
+        scheduler.step()
+
+
+def largest_difference(a: nn.Module, b: nn.Module) -> float:
+    return max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+CLIPS: dict[str, tuple[Clip, dict[str, float]]] = {
+    "none": (lambda params: None, {}),
+    "norm": (lambda params: nn.utils.clip_grad_norm_(params, 0.5), {"max_norm": 0.5}),
+    "loose norm": (lambda params: nn.utils.clip_grad_norm_(params, 1e6), {"max_norm": 1e6}),
+    "inf norm": (
+        lambda params: nn.utils.clip_grad_norm_(params, 0.5, norm_type=math.inf),
+        {"max_norm": 0.5, "norm_type": math.inf},
+    ),
+    "value": (lambda params: nn.utils.clip_grad_value_(params, 0.3), {"max_value": 0.3}),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_ten_steps_equal_torch_with_clipping(name: str) -> None:
+    torch_clip, rule = CLIPS[name]
+    theirs, ours = network(), network()
+    reference, fused = AdamW(groups(theirs), lr=0.05), FusedAdamW(groups(ours), lr=0.05)
+    train(theirs, reference, lambda: torch_clip([p for p in theirs.parameters() if p.requires_grad]))
+    train(ours, fused, lambda: fused.clip(**rule))
+    assert largest_difference(theirs, ours) <= (1e-6 if "norm" in name else 0.0)
+    assert largest_difference(network(), ours) > 0.05
+
+
+def test_bf16_parameters_without_masters_behave_as_in_torch() -> None:
+    theirs, ours = network(torch.bfloat16), network(torch.bfloat16)
+    # torch's own two implementations differ in the last bit of bf16; ours is the one that works on lists.
+    train(theirs, AdamW(groups(theirs), foreach=True), lambda: None)
+    train(ours, FusedAdamW(groups(ours)), lambda: None)
+    assert largest_difference(theirs, ours) == 0.0
+
+
+def test_the_norm_is_torchs_and_gradients_keep_their_bits() -> None:
+    model = network()
+    fused = FusedAdamW(groups(model))
+    backward(model, 0)
+    kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    fused.clip(max_norm=0.1)
+    fused.step()
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == (name not in kept)
+        if p.grad is not None:
+            assert torch.equal(p.grad, kept[name])
+    norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.1)
+    assert fused.last_grad_norm.shape == ()
+    assert fused.last_grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+
+
+def test_a_rule_lasts_one_step() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    fused = FusedAdamW([param])
+    assert fused.pending_clip is None
+    assert math.isnan(fused.last_grad_norm.item())
+    fused.clip(max_norm=1.0)
+    assert fused.pending_clip == ClipRule(max_norm=1.0)
+    param.grad = torch.ones(2)
+    fused.step()
+    assert fused.pending_clip is None
+    fused.clip(max_value=1.0)
+    fused.clip()
+    assert fused.pending_clip is None
+
+
+def test_a_rule_set_in_the_closure_applies_and_the_loss_is_returned() -> None:
+    a, b = network(), network()
+    before, inside = FusedAdamW(groups(a)), FusedAdamW(groups(b))
+
+    def closure() -> str:
+        assert torch.is_grad_enabled()
+        backward(b, 0)
+        inside.clip(max_norm=0.1)
+        return "loss"
+
+    backward(a, 0)
+    before.clip(max_norm=0.1)
+    before.step()
+    assert inside.step(closure) == "loss"
+    assert largest_difference(a, b) == 0.0
+
+
+def test_a_sum_with_a_normalizer_equals_the_mean() -> None:
+    a, b = network(), network()
+    summed, mean = FusedAdamW(groups(a)), FusedAdamW(groups(b))
+    backward(a, 0)
+    backward(b, 0)
+    for p in b.parameters():
+        if p.grad is not None:
+            p.grad /= 48
+    summed.clip(max_norm=0.01, normalizer=torch.tensor(48))
+    mean.clip(max_norm=0.01)
+    summed.step()
+    mean.step()
+    assert summed.last_grad_norm.item() == pytest.approx(mean.last_grad_norm.item(), rel=1e-6)
+    assert largest_difference(a, b) < 1e-7
+
+
+def test_a_nonfinite_step_moves_nothing_and_is_counted() -> None:
+    model = network()
+    fused = FusedAdamW(groups(model))
+    backward(model, 0)
+    fused.step()
+    before = copy.deepcopy((model.state_dict(), fused.state_dict()["state"]))
+    for skips, bad in enumerate((math.nan, math.inf), start=1):
+        model[4].bias.grad[1] = bad
+        fused.clip(max_norm=1.0)
+        fused.step()
+        assert (fused.skipped_steps.item(), fused.consecutive_skips.item()) == (skips, skips)
+    assert fused.first_nonfinite_parameter() is model[4].bias
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[0][name])
+    for index, state in fused.state_dict()["state"].items():
+        assert all(torch.equal(value, before[1][index][key]) for key, value in state.items())
+    fused.zero_grad()
+    backward(model, 1)
+    fused.step()
+    assert (fused.skipped_steps.item(), fused.consecutive_skips.item()) == (2, 0)
+    assert fused.first_nonfinite_parameter() is None
+    assert fused.state[model[4].bias]["step"].item() == 2.0
+
+
+def test_a_skipped_first_step_creates_no_moments_that_count() -> None:
+    param = nn.Parameter(torch.ones(2))
+    fused = FusedAdamW([param])
+    param.grad = torch.tensor([math.nan, 1.0])
+    fused.step()
+    assert param.tolist() == [1.0, 1.0]
+    assert all(float(value.sum()) == 0.0 for value in fused.state[param].values())
+
+
+def test_parameters_that_do_not_train_cost_nothing() -> None:
+    used, unused, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    fused = FusedAdamW([used, unused, frozen])
+    used.grad, frozen.grad = torch.ones(2), torch.ones(2)
+    frozen.requires_grad_(False)
+    fused.step()
+    assert list(fused.state) == [used]
+    assert unused.tolist() == frozen.tolist() == [1.0, 1.0]
+    assert fused.last_grad_norm.item() == pytest.approx(math.sqrt(2))
+
+
+def test_a_step_without_any_gradient_is_no_step() -> None:
+    fused = FusedAdamW([nn.Parameter(torch.ones(2))])
+    fused.step()
+    assert math.isnan(fused.last_grad_norm.item())
+    assert fused.grad_norm().item() == 0.0
+    assert not fused.state
+
+
+def test_groups_can_be_added_later() -> None:
+    a, b = network(), network()
+    theirs, ours = AdamW(groups(a)[:1]), FusedAdamW(groups(b)[:1])
+    for model, optimizer in ((a, theirs), (b, ours)):
+        train(model, optimizer, lambda: None, steps=2)
+        optimizer.add_param_group(groups(model)[1])
+        train(model, optimizer, lambda: None, steps=3)
+    assert largest_difference(a, b) == 0.0
+
+
+def test_the_learning_rate_may_be_a_tensor() -> None:
+    a, b = network(), network()
+    for model, lr in ((a, 0.05), (b, torch.tensor(0.05, dtype=torch.float64))):
+        backward(model, 0)
+        FusedAdamW(list(model.parameters()), lr=lr).step()
+    assert largest_difference(a, b) == 0.0
+
+
+def test_checkpoints_move_both_ways() -> None:
+    a, b, c = network(), network(), network()
+    stock, fused = AdamW(groups(a)), FusedAdamW(groups(b))
+    for model, optimizer in ((a, stock), (b, fused)):
+        train(model, optimizer, lambda: None, steps=4)
+    assert stock.state_dict()["param_groups"][0].keys() == fused.state_dict()["param_groups"][0].keys()
+    assert {k: list(v) for k, v in stock.state_dict()["state"].items()} == {
+        k: list(v) for k, v in fused.state_dict()["state"].items()
+    }
+    to_fused, to_stock = FusedAdamW(groups(c)), AdamW(groups(a))
+    c.load_state_dict(a.state_dict())
+    to_fused.load_state_dict(copy.deepcopy(stock.state_dict()))
+    to_stock.load_state_dict(copy.deepcopy(fused.state_dict()))
+    train(b, fused, lambda: None, steps=2)
+    train(c, to_fused, lambda: None, steps=2)
+    train(a, to_stock, lambda: None, steps=2)
+    assert largest_difference(a, c) == 0.0
+    assert largest_difference(a, b) == 0.0
+
+
+# ---------------------------------------------------------------------- masters
+
+
+def test_masters_do_not_stand_still_at_tiny_rates() -> None:
+    plain, master = nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    truth = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizers = [
+        FusedAdamW([plain], lr=1e-4, weight_decay=0.0),
+        FP32MasterAdamW([master], lr=1e-4, weight_decay=0.0),
+        AdamW([truth], lr=1e-4, weight_decay=0.0),
+    ]
+    for step in range(100):
+        for param, optimizer in zip((plain, master, truth), optimizers, strict=True):
+            param.grad = torch.full((3,), 1.0 + step % 3).to(param.dtype)
+            optimizer.step()
+    assert plain.tolist() == [1.0] * 3
+    assert truth[0].item() < 0.992
+    state = optimizers[1].state[master]
+    assert {key: value.dtype for key, value in state.items()} == dict.fromkeys(
+        ("step", "exp_avg", "exp_avg_sq", "soma_master"), torch.float32
+    )
+    assert state["soma_master"].tolist() == pytest.approx(truth.tolist(), abs=1e-6)
+    assert torch.equal(master.detach(), state["soma_master"].bfloat16())
+
+
+def test_fp32_parameters_get_no_master() -> None:
+    a, b = network(), network()
+    train(a, FusedAdamW(groups(a)), lambda: None)
+    masters = FP32MasterAdamW(groups(b))
+    train(b, masters, lambda: None)
+    assert largest_difference(a, b) == 0.0
+    assert all("soma_master" not in state for state in masters.state.values())
+
+
+def master_run(model: nn.Sequential, optimizer: FusedAdamW, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def test_a_resumed_run_with_masters_is_exact() -> None:
+    through = network(torch.bfloat16)
+    optimizer = FP32MasterAdamW(groups(through))
+    master_run(through, optimizer, range(4))
+    resumed = network(torch.bfloat16)
+    resumed.load_state_dict(copy.deepcopy(through.state_dict()))
+    resumed_optimizer = FP32MasterAdamW(groups(resumed))
+    resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    master_run(through, optimizer, range(4, 8))
+    master_run(resumed, resumed_optimizer, range(4, 8))
+    for p, q in zip(through.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+        for key, value in optimizer.state.get(p, {}).items():
+            assert torch.equal(value, resumed_optimizer.state[q][key])
+
+
+def test_masters_survive_torchs_adamw_without_becoming_stale() -> None:
+    model = network(torch.bfloat16)
+    masters = FP32MasterAdamW(groups(model))
+    master_run(model, masters, range(2))
+    stock = AdamW(groups(model), lr=0.1)
+    stock.load_state_dict(masters.state_dict())
+    backward(model, 9)
+    stock.step()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    again = FP32MasterAdamW(groups(model), lr=0.0)
+    again.load_state_dict({**stock.state_dict()})
+    for group in again.param_groups:
+        group["lr"] = 0.0
+    again.step()
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_weights_loaded_after_the_optimizer_win_over_old_masters() -> None:
+    model = network(torch.bfloat16)
+    optimizer = FP32MasterAdamW(groups(model), lr=0.0)
+    master_run(model, optimizer, range(2))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    with torch.no_grad():
+        model[4].bias.fill_(7.0)
+    optimizer.recheck_masters()
+    optimizer.step()
+    assert model[4].bias.tolist() == [7.0] * 3
+
+
+def test_a_state_with_masters_loads_where_there_are_none() -> None:
+    model = network(torch.bfloat16)
+    masters = FP32MasterAdamW(groups(model))
+    master_run(model, masters, range(2))
+    plain = FusedAdamW(groups(model))
+    plain.load_state_dict(masters.state_dict())
+    master_run(model, plain, range(2))
+    for state in plain.state.values():
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        assert state["exp_avg"].dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------------- statistics
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counted: list[int] = []
+    original = fused_adamw.grad_stats
+
+    def counting(grads: list[Tensor], *, norm_type: float = 2.0) -> Any:
+        counted.append(len(grads))
+        return original(grads, norm_type=norm_type)
+
+    monkeypatch.setattr(fused_adamw, "grad_stats", counting)
+    return counted
+
+
+def test_asking_for_the_norm_first_costs_no_second_pass(passes: list[int]) -> None:
+    model = network()
+    fused = FusedAdamW(groups(model))
+    backward(model, 0)
+    norm = fused.grad_norm()
+    fused.clip(max_norm=0.1)
+    fused.step()
+    assert torch.equal(fused.last_grad_norm, norm)
+    assert passes == [4]
+
+
+def test_the_pass_is_repeated_when_gradients_or_norm_changed(passes: list[int]) -> None:
+    model = network()
+    fused = FusedAdamW(groups(model))
+    backward(model, 0)
+    first = fused.grad_norm().item()
+    model[4].bias.grad.mul_(100)
+    assert fused.grad_norm().item() > first
+    assert fused.grad_norm(math.inf).item() < fused.grad_norm().item()
+    for p in model.parameters():
+        p.grad = None
+    backward(model, 0)
+    assert fused.grad_norm().item() == first
+    assert len(passes) == 5
+
+
+def test_the_norm_type_is_a_property_of_the_optimizer() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    fused = FusedAdamW([param])
+    fused.norm_type = math.inf
+    param.grad = torch.tensor([3.0, -4.0])
+    fused.step()
+    assert fused.last_grad_norm.item() == 4.0
+    with pytest.raises(ValueError, match="norm_type=1 is not supported; use 2.0 or inf"):
+        fused.norm_type = 1
+
+
+# ---------------------------------------------------------------------- copies and refusals
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_keep_their_settings(duplicate: Callable[[FusedAdamW], FusedAdamW]) -> None:
+    param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    fused = FP32MasterAdamW([param])
+    fused.norm_type = math.inf
+    param.grad = torch.ones_like(param)
+    fused.step()
+    copied = duplicate(fused)
+    assert (copied.master_weights, copied.norm_type, type(copied)) == (True, math.inf, FP32MasterAdamW)
+    (twin,) = copied.param_groups[0]["params"]
+    twin.grad = torch.ones_like(twin)
+    copied.step()
+    assert copied.state[twin]["step"].item() == 2.0
+    assert fused.state[param]["step"].item() == 1.0
+
+
+@pytest.mark.parametrize("setting", ["amsgrad", "maximize", "differentiable", "capturable"])
+def test_settings_without_a_fused_counterpart_are_refused_by_name(setting: str) -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(TypeError, match=setting):
+        FusedAdamW(params, **{setting: True})
+    with pytest.raises(ValueError, match=f"FusedAdamW does not support {setting}=True; use torch.optim.AdamW"):
+        FusedAdamW([{"params": params, setting: True}])
+    fused = FusedAdamW(params)
+    with pytest.raises(ValueError, match=f"FusedAdamW does not support {setting}=True"):
+        fused.add_param_group({"params": [nn.Parameter(torch.ones(1))], setting: True})
+    assert len(fused.param_groups) == 1
+    saved = AdamW([nn.Parameter(torch.ones(2))], lr=0.5, **{setting: True}).state_dict()
+    with pytest.raises(ValueError, match=f"FusedAdamW cannot continue a state that was saved with {setting}=True"):
+        fused.load_state_dict(saved)
+    assert fused.param_groups[0]["lr"] == 1e-3
+
+
+def test_l2_regularization_is_refused() -> None:
+    with pytest.raises(ValueError, match="decoupled_weight_decay=False"):
+        FusedAdamW([{"params": [nn.Parameter(torch.ones(1))], "decoupled_weight_decay": False}])
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a parameter of dtype torch.complex64 \(shape \(2,\)\)"):
+        FusedAdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    fused = FusedAdamW(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"a gradient of shape \(4, 2\) is sparse"):
+        fused.step()
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
+    fused = FusedAdamW(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"several devices \(cpu, meta\)"):
+        fused.step()
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"max_norm": 1.0, "max_value": 2.0}, "max_norm=1.0 and max_value=2.0 are both set"),
+        ({"max_norm": 0.0}, "max_norm=0.0 must be positive"),
+        ({"max_value": -1.0}, "max_value=-1.0 must be positive"),
+        ({"max_norm": math.nan}, "max_norm=nan must be positive"),
+        ({"max_norm": 1.0, "norm_type": 3.0}, "norm_type=3.0 is not supported"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(rule: dict[str, float], message: str) -> None:
+    fused = FusedAdamW([nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match=message):
+        fused.clip(**rule)
+    assert fused.pending_clip is None
