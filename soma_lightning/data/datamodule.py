@@ -30,13 +30,16 @@ class LeRobotDataModule(pl.LightningDataModule):
     """One or several LeRobot v3.0 data sets, split into training and validation by episode.
 
     root: folder, or list of folders whose frames are drawn with equal weight. batch_size: frames per rank.
-    chunk_size: H, actions per sample; None takes the policy's (`connect_policy`). cameras: {key in the data set: key that
-    the policy knows}, None for the data set's own names. statistics: "dataset" reads `meta/stats.json` of a single
-    data set when it has quantiles and computes exact statistics otherwise; "computed" always computes; anything else
-    is a JSON file of that form, by path or as the name of a packaged one ("somatable_statistics"). val_fraction: share of the episodes of each data set for validation, 0 for
-    none. max_episodes: use only the first ones of each data set. preload: decode all images once into memory (up to
-    preload_limit_gib GiB). state_key, action_key, state_indices, action_indices: as in `LeRobotDataset`.
-    seed: decides the split and the order of every epoch. drop_last: leave out the last, smaller training batch.
+    chunk_size: H, actions per sample; None takes the policy's (`connect_policy`).
+    cameras: {key in the data set: key that the policy knows}; None keeps the data set's own names.
+    statistics: "dataset" reads `meta/stats.json` of a single data set when it has quantiles and computes exact
+    statistics otherwise; "computed" always computes; anything else is a JSON file of that form, by path or as the name
+    of a packaged one ("somatable_statistics").
+    val_fraction: share of each data set's episodes for validation, 0 for none. max_episodes: use only the first ones
+    of each data set. seed: decides the split and the order of every epoch.
+    drop_last: leave out the last, smaller training batch.
+    preload: decode all images once into memory (up to preload_limit_gib GiB).
+    state_key, action_key, state_indices, action_indices: as in `LeRobotDataset`.
 
     Batches: `contract.TRAINING_BATCH` plus `index` and `episode_index` int64 [B], which count on over the data sets.
     The order of an epoch depends on (seed, epoch) alone, and a run resumed inside an epoch sees its remaining batches.
