@@ -64,7 +64,10 @@ def make(name: str, **settings: Any) -> ManipulationEnv:
 def make_group(
     name: str, settings: Mapping[str, Any], *, num_slots: int, num_workers: int = 0, timeout_s: float = 60.0
 ) -> LocalEnvs | SpawnedEnvs:
-    """`num_slots` environments as one batch: in this process when `num_workers` is 0, else in that many processes."""
+    """`num_slots` environments as one batch: in this process when `num_workers` is 0, else in that many processes.
+
+    timeout_s: the longest one call to a worker process may take; a call in this process cannot be cut off.
+    """
     spec = EnvSpec(name, settings)
     if num_workers == 0:
         return LocalEnvs(spec, num_slots)

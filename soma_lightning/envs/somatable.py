@@ -1,6 +1,6 @@
 """SomaTable: reach, push and pick on one table, with LIBERO's conventions and no files but `mujoco` itself.
 
-Conventions (measured on LIBERO, see `docs`): a control step is 50 ms; +1 on a translation axis for ten steps moves the
+Conventions are LIBERO's as measured there: a control step is 50 ms; +1 on a translation axis for ten steps moves the
 hand about 0.10 m; the gripper follows the sign of the last component. Positions are metres in world axes.
 """
 

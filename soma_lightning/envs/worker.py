@@ -80,7 +80,8 @@ class Worker:
 
     @property
     def connection(self) -> Connection:
-        assert self._connection is not None, "start() comes first"
+        if self._connection is None:
+            raise RuntimeError(f"worker {self.number} does not run; its group is closed")
         return self._connection
 
     def start(self) -> None:
@@ -152,7 +153,7 @@ class Worker:
         try:
             number, ok, value = connection.recv()
         except (EOFError, OSError) as error:
-            raise (late if watchdog.finished.is_set() else self._died(method)) from error
+            raise (late if time.monotonic() >= deadline else self._died(method)) from error
         finally:
             watchdog.cancel()
         return number, ok, value

@@ -191,6 +191,8 @@ def test_killed_hung_and_raising_workers(troubled: EnvSpec) -> None:
             np.testing.assert_array_equal(group.observe([0, 1, 2])["states"], reference.observe([0, 1, 2])["states"])
         last = [pid for pid in group.worker_pids if pid is not None]
     assert group.worker_pids == [None, None]
+    with pytest.raises(RuntimeError, match="worker 0 does not run; its group is closed"):
+        group.reset([0], [EPISODES[0]])
     assert not any(os.path.exists(f"/proc/{pid}") for pid in last)
 
 
