@@ -68,7 +68,8 @@ def register_model(model_type: str, builder: ModelBuilder, category: str = "embo
     """Makes `model_type` valid in configurations and lets `get_model` build it.
 
     builder: `builder(cfg, torch_dtype) -> nn.Module`; cfg is the whole configuration (ModelSettings: keys as items and
-    as attributes), torch_dtype None when no precision was set. category: see CATEGORIES. force: override a registered name, built-in models included.
+    as attributes), torch_dtype None when no precision was set. category: see CATEGORIES. force: override a registered
+    name, built-in models included.
     Raises ValueError for a name that is taken or unusable and for an unknown category, TypeError for a builder that
     cannot be called.
     """

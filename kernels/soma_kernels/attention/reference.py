@@ -217,7 +217,9 @@ def _run(
     with torch.autocast(q.device.type, enabled=False):
         segments = _segments(tensors, masks, rows, dtype)
         out, lse = _forward(rows.fold(q.to(dtype) * scale), segments, rows, with_lse)
-    return rows.unfold(out).to(q.dtype), lse, rows
+    # The view comes last: torch 2.11's Dynamo loses the gradient of a Function whose output is a no-op `.to` or an
+    # in-place result (pytorch issue 180642; right again in 2.13).
+    return rows.unfold(out.to(q.dtype)), lse, rows
 
 
 def attention_reference(
