@@ -1,8 +1,9 @@
-"""Does lerobot's own reader see in a data set of ours what our reader sees?
+"""Does lerobot's own reader see in a data set of ours what our reader sees, and ours what it sees in one of lerobot's?
 
 Writes the small data set of make_dataset.py, reads every frame with lerobot.datasets.LeRobotDataset (chunks of actions
 through delta_timestamps) and with ours, compares all values, and stores what lerobot read in lerobot_reading.json. The
-test in tests/data compares our reader with that file. Needs Python 3.12 with lerobot 0.6.1 and its dataset
+test in tests/data compares our reader with that file. The same frames recorded by lerobot itself are read by both, too.
+Needs Python 3.12 with lerobot 0.6.1 and its dataset
 requirements (datasets < 5, pandas < 3, av 15). From the root of the repository:
 
     HF_HUB_OFFLINE=1 PYTHONPATH=.:kernels python tests/goldens/lerobot_dataset/check_with_lerobot.py
@@ -57,6 +58,21 @@ def compare(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     assert theirs["task"] == ours["task"]
 
 
+def record_with_lerobot(root: Path) -> None:
+    features = make_dataset.features()
+    # lerobot compares shapes as tuples
+    features = {key: {**feature, "shape": tuple(feature["shape"])} for key, feature in features.items()}
+    theirs = TheirDataset.create(
+        "local/theirs", fps=make_dataset.FPS, features=features, root=root, robot_type="panda", use_videos=False
+    )
+    for index, (length, task) in enumerate(make_dataset.EPISODES):
+        frames = make_dataset.episode(index)
+        for t in range(length):
+            theirs.add_frame({**{key: values[t] for key, values in frames.items()}, "task": task})
+        theirs.save_episode()
+    theirs.finalize()
+
+
 def main() -> None:
     steps = [i / make_dataset.FPS for i in range(make_dataset.CHUNK_SIZE)]
     with tempfile.TemporaryDirectory() as folder:
@@ -74,6 +90,11 @@ def main() -> None:
         assert len(second) == len(ours_second)
         for i in range(len(second)):
             compare(second[i], ours_second[i])
+        record_with_lerobot(Path(folder) / "theirs")
+        reread = OurDataset(Path(folder) / "theirs", make_dataset.CHUNK_SIZE)
+        assert len(reread) == len(theirs)
+        for i in range(len(theirs)):
+            compare(theirs[i], reread[i])
         golden = {
             "lerobot": version("lerobot"),
             "datasets": version("datasets"),
