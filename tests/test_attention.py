@@ -88,7 +88,7 @@ def gradients(out: Tensor, x: Inputs, grad_out: Tensor) -> Inputs:
     return dict(zip(x, torch.autograd.grad(out, list(x.values()), grad_out), strict=True))
 
 
-def compare(
+def assert_equals_loop(
     x: Inputs, key_mask: Tensor | None, context_mask: Tensor | None, dtype: torch.dtype = torch.float64
 ) -> None:
     x = {name: tensor.to(dtype) for name, tensor in x.items()}
@@ -110,7 +110,7 @@ def compare(
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize(("own", "context"), [(True, False), (False, True), (True, True)])
 def test_equals_the_loop(own: bool, context: bool, T: int, Hq: int, Hkv: int, transposed: bool) -> None:
-    compare(make_inputs(own, context, T, Hq, Hkv, transposed), None, None)
+    assert_equals_loop(make_inputs(own, context, T, Hq, Hkv, transposed), None, None)
 
 
 @pytest.mark.parametrize("kind", ["prefix", "random", "empty rows"])
@@ -118,20 +118,52 @@ def test_equals_the_loop(own: bool, context: bool, T: int, Hq: int, Hkv: int, tr
 @pytest.mark.parametrize(("own", "context"), [(True, False), (False, True), (True, True)])
 def test_equals_the_loop_with_masks(own: bool, context: bool, T: int, kind: str) -> None:
     x = make_inputs(own, context, T, Hq=4, Hkv=2)
-    compare(x, make_mask(kind, 2 * T, LK) if own else None, make_mask(kind, 2, LC) if context else None)
+    assert_equals_loop(x, make_mask(kind, 2 * T, LK) if own else None, make_mask(kind, 2, LC) if context else None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["none", "random"])
 def test_lower_precision_stays_within_its_tolerance(dtype: torch.dtype, kind: str) -> None:
     x = make_inputs(True, True, T=3, Hq=4, Hkv=2)
-    compare(x, make_mask(kind, 6, LK), make_mask(kind, 2, LC), dtype)
+    assert_equals_loop(x, make_mask(kind, 6, LK), make_mask(kind, 2, LC), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_worse_than_plain_torch_in_the_same_dtype(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "q": (4, 8, 50, 64),
+        "k": (4, 2, 50, 64),
+        "v": (4, 2, 50, 64),
+        "ck": (2, 2, 130, 64),
+        "cv": (2, 2, 130, 64),
+    }
+    inputs = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    mask = make_mask("random", 2, 130)
+    grad_out = torch.randn(shapes["q"], generator=generator).to(dtype)
+
+    def plain(x: Inputs) -> Tensor:
+        keys, values = (
+            torch.cat([x[own], x[shared].repeat_interleave(2, 0)], 2).repeat_interleave(4, 1)
+            for own, shared in (("k", "ck"), ("v", "cv"))
+        )
+        assert mask is not None
+        readable = torch.cat([torch.ones(4, 50, dtype=torch.bool), mask.repeat_interleave(2, 0)], 1)
+        scores = (x["q"] @ keys.mT * 64**-0.5).masked_fill(~readable[:, None, None], -torch.inf)
+        return scores.softmax(-1) @ values
+
+    ours, peer, truth = leaves(inputs), leaves(inputs), leaves({name: x.double() for name, x in inputs.items()})
+    out, peer_out, true_out = call(ours, None, mask), plain(peer), plain(truth)
+    assert_close("out", out, true_out.detach(), peer_out.detach())
+    got, peers = gradients(out, ours, grad_out), gradients(peer_out, peer, grad_out)
+    for name, reference in gradients(true_out, truth, grad_out.double()).items():
+        assert_close(f"d{name}", got[name], reference, peers[name])
 
 
 def test_only_one_segment_is_masked() -> None:
     x = make_inputs(True, True, T=2, Hq=4, Hkv=2)
-    compare(x, None, torch.zeros(2, LC, dtype=torch.bool))
-    compare(x, torch.zeros(4, LK, dtype=torch.bool), None)
+    assert_equals_loop(x, None, torch.zeros(2, LC, dtype=torch.bool))
+    assert_equals_loop(x, torch.zeros(4, LK, dtype=torch.bool), None)
 
 
 def test_scale() -> None:

@@ -52,7 +52,7 @@ class _Rows(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """Keys and values of one segment as a matrix product takes them, masked entries zeroed.
+    """Keys and values of one segment as a matrix product takes them, masked entries zeroed where that matters.
 
     own: k, v [Bc, T, Hkv, Lk, D], mask [Bc, T, 1, 1, Lk]. context: k, v [Bc, Hkv, Lc, D], mask [Bc, 1, 1, Lc].
     """
@@ -63,27 +63,35 @@ class _Segment(NamedTuple):
     is_context: bool
 
 
-def _segment(k: Tensor, v: Tensor, mask: Tensor | None, rows: _Rows, dtype: torch.dtype, is_context: bool) -> _Segment:
+def _segment(
+    k: Tensor, v: Tensor, mask: Tensor | None, rows: _Rows, dtype: torch.dtype, is_context: bool, is_backward: bool
+) -> _Segment:
     k, v = k.to(dtype), v.to(dtype)
     if not is_context:
         k, v = (x.reshape(rows.Bc, rows.T, *x.shape[1:]) for x in (k, v))
         mask = None if mask is None else mask.reshape(rows.Bc, rows.T, -1)
     if mask is None:
         return _Segment(k, v, None, is_context)
-    # A masked key may hold anything, NaN included, and 0 * NaN is NaN: zero it before any product.
-    column = mask[..., None, :, None]
-    return _Segment(k.where(column, 0.0), v.where(column, 0.0), mask[..., None, None, :], is_context)
+    # A masked key may hold anything, NaN included, and 0 * NaN is NaN: zero it before any product that sums over keys.
+    # The scores do not: their masked columns are overwritten. So the forward needs k as it is.
+    readable = mask[..., None, :, None]
+    k = k.where(readable, 0.0) if is_backward else k
+    return _Segment(k, v.where(readable, 0.0), mask[..., None, None, :], is_context)
 
 
 def _segments(
-    tensors: tuple[Tensor | None, ...], masks: tuple[Tensor | None, Tensor | None], rows: _Rows, dtype: torch.dtype
+    tensors: tuple[Tensor | None, ...],
+    masks: tuple[Tensor | None, Tensor | None],
+    rows: _Rows,
+    dtype: torch.dtype,
+    is_backward: bool,
 ) -> list[_Segment]:
     k, v, ck, cv = tensors
     segments = []
     if k is not None and v is not None:
-        segments.append(_segment(k, v, masks[0], rows, dtype, is_context=False))
+        segments.append(_segment(k, v, masks[0], rows, dtype, False, is_backward))
     if ck is not None and cv is not None:
-        segments.append(_segment(ck, cv, masks[1], rows, dtype, is_context=True))
+        segments.append(_segment(ck, cv, masks[1], rows, dtype, True, is_backward))
     return segments
 
 
@@ -187,7 +195,7 @@ class _Attention(torch.autograd.Function):
         dtype = lse.dtype
         needs_q, needs_k, needs_v, needs_ck, needs_cv = ctx.needs_input_grad[:5]
         with torch.autocast(q.device.type, enabled=False):
-            segments = _segments((k, v, ck, cv), (key_mask, context_mask), rows, dtype)
+            segments = _segments((k, v, ck, cv), (key_mask, context_mask), rows, dtype, is_backward=True)
             scaled_q = rows.fold(q.to(dtype) * ctx.scale)
             folded = (scaled_q, rows.fold(out.to(dtype)), lse, rows.fold(grad_out.to(dtype)))
             needs = (needs_q, {False: (needs_k, needs_v), True: (needs_ck, needs_cv)})
@@ -215,7 +223,7 @@ def _run(
     rows = _Rows(Bc, N // Bc if Bc else 1, Hkv, Hq // Hkv, Lq, q.stride(1) < q.stride(2))
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):
-        segments = _segments(tensors, masks, rows, dtype)
+        segments = _segments(tensors, masks, rows, dtype, is_backward=False)
         out, lse = _forward(rows.fold(q.to(dtype) * scale), segments, rows, with_lse)
     # The view comes last: torch 2.11's Dynamo loses the gradient of a Function whose output is a no-op `.to` or an
     # in-place result (pytorch issue 180642; right again in 2.13).
