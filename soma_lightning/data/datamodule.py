@@ -261,7 +261,7 @@ class LeRobotDataModule(pl.LightningDataModule):
     @property
     def tasks(self) -> list[str]:
         """Instructions that occur in the chosen episodes."""
-        return sorted({part.tasks[i] for part in self._parts for i in np.unique(part.frames.task_index.numpy())})
+        return sorted({part.tasks[i] for part in self._parts for i in np.unique(part.frames.task_index)})
 
     @property
     def num_episodes(self) -> int:

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -65,8 +67,8 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         self.episodes = _choose_episodes(self.root, episodes, len(rows))
         chosen = [rows[i] for i in self.episodes]
         self.frames = read_frames(self.root, self.info, chosen, rows, len(self.tasks), state_key, action_key)
-        self.states = _choose_dimensions(self.frames.states, "state_indices", state_indices)
-        self.actions = _choose_dimensions(self.frames.actions, "action_indices", action_indices)
+        self._states = _choose_dimensions(self.frames.states, "state_indices", state_indices)
+        self._actions = _choose_dimensions(self.frames.actions, "action_indices", action_indices)
         self._images = self._open_images(preload, preload_limit_gib, image_cache_mib)
 
     def _open_images(self, preloaded: bool, limit_gib: float, cache_mib: int) -> ImageSource:
@@ -86,6 +88,16 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         self._chunk_size = size
 
     @property
+    def states(self) -> Tensor:
+        """All states, float32 [N, S]."""
+        return torch.from_numpy(self._states)
+
+    @property
+    def actions(self) -> Tensor:
+        """The action of every frame, float32 [N, A]."""
+        return torch.from_numpy(self._actions)
+
+    @property
     def fps(self) -> int:
         """Control rate of the recording, frames per second."""
         return self.info.fps
@@ -93,12 +105,12 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
     @property
     def state_dim(self) -> int:
         """S."""
-        return self.states.shape[1]
+        return int(self._states.shape[1])
 
     @property
     def action_dim(self) -> int:
         """A."""
-        return self.actions.shape[1]
+        return int(self._actions.shape[1])
 
     @property
     def num_episodes(self) -> int:
@@ -125,17 +137,24 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
 
         Raises IndexError for a frame that is not there.
         """
-        row_B = torch.as_tensor(self._check_indices(indices))
-        step_BH = row_B[:, None] + torch.arange(self.chunk_size)
-        last_B1 = self.frames.last_row[row_B][:, None]
-        rows = row_B.tolist()
-        batch: dict[str, Any] = {self.cameras[key]: self._images.fetch(key, rows) for key in self.image_sizes}
-        batch[STATE] = self.states[row_B]
-        batch[ACTION] = self.actions[torch.minimum(step_BH, last_B1)]
-        batch[ACTION_IS_PAD] = step_BH > last_B1
-        batch[TASK] = [self.tasks[task] for task in self.frames.task_index[row_B].tolist()]
-        batch[fmt.INDEX] = self.frames.index[row_B]
-        batch[fmt.EPISODE_INDEX] = self.frames.episode_index[row_B]
+        # All copies are numpy's: they are too short to be worth waking torch's threads, which costs milliseconds when
+        # the cores are busy.
+        frames = self.frames
+        row_B = np.asarray(self._check_indices(indices), dtype=np.int64)
+        step_BH = row_B[:, None] + np.arange(self.chunk_size)
+        last_B1 = frames.last_row[row_B][:, None]
+        batch: dict[str, Any] = {
+            policy_key: self._images.fetch(key, row_B.tolist()) for key, policy_key in self.cameras.items()
+        }
+        arrays = {
+            STATE: self._states[row_B],
+            ACTION: self._actions[np.minimum(step_BH, last_B1)],
+            ACTION_IS_PAD: step_BH > last_B1,
+            fmt.INDEX: frames.index[row_B],
+            fmt.EPISODE_INDEX: frames.episode_index[row_B],
+        }
+        batch |= {key: torch.from_numpy(array) for key, array in arrays.items()}
+        batch[TASK] = [self.tasks[task] for task in frames.task_index[row_B].tolist()]
         return batch
 
     def _check_indices(self, indices: Sequence[int]) -> list[int]:
@@ -180,10 +199,12 @@ def _choose_episodes(root: Path, episodes: Sequence[int] | None, count: int) -> 
     return sorted(int(episode) for episode in episodes)
 
 
-def _choose_dimensions(values: Tensor, argument: str, indices: Sequence[int] | None) -> Tensor:
+def _choose_dimensions(
+    values: NDArray[np.float32], argument: str, indices: Sequence[int] | None
+) -> NDArray[np.float32]:
     if indices is None:
         return values
     size = values.shape[1]
     if not indices or any(not 0 <= index < size for index in indices):
         raise ValueError(f"{argument}={list(indices)} must name dimensions 0 to {size - 1}")
-    return values[:, list(indices)].contiguous()
+    return np.ascontiguousarray(values[:, list(indices)])

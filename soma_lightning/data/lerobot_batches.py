@@ -83,7 +83,7 @@ def _merge(pieces: Sequence[dict[str, Any]], order: np.ndarray[Any, Any]) -> dic
     merged: dict[str, Any] = {}
     for key, first in pieces[0].items():
         if isinstance(first, Tensor):
-            merged[key] = torch.cat([piece[key] for piece in pieces])[torch.from_numpy(order)]
+            merged[key] = torch.from_numpy(np.concatenate([piece[key].numpy() for piece in pieces])[order])
         else:
             joined = [value for piece in pieces for value in piece[key]]
             merged[key] = [joined[i] for i in order.tolist()]

@@ -15,9 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from soma_lightning.data import lerobot_format as fmt
 
@@ -33,13 +31,13 @@ class FrameTable:
     location: int64 [N, 3], for each frame its file, its row group in it, and its row in that group.
     """
 
-    states: Tensor
-    actions: Tensor
-    index: Tensor
-    episode_index: Tensor
-    frame_index: Tensor
-    task_index: Tensor
-    last_row: Tensor
+    states: NDArray[np.float32]
+    actions: NDArray[np.float32]
+    index: NDArray[np.int64]
+    episode_index: NDArray[np.int64]
+    frame_index: NDArray[np.int64]
+    task_index: NDArray[np.int64]
+    last_row: NDArray[np.int64]
     files: list[Path]
     location: NDArray[np.int64]
 
@@ -78,13 +76,13 @@ def read_frames(
             f"meta/episodes and column '{fmt.EPISODE_INDEX}' disagree about the order"
         )
     return FrameTable(
-        states=torch.from_numpy(columns[state_key]),
-        actions=torch.from_numpy(columns[action_key]),
-        index=torch.from_numpy(columns[fmt.INDEX]),
-        episode_index=torch.from_numpy(columns[fmt.EPISODE_INDEX]),
-        frame_index=torch.from_numpy(columns[fmt.FRAME_INDEX]),
-        task_index=torch.from_numpy(columns[fmt.TASK_INDEX]),
-        last_row=torch.from_numpy(np.repeat(ends, lengths)),
+        states=columns[state_key],
+        actions=columns[action_key],
+        index=columns[fmt.INDEX],
+        episode_index=columns[fmt.EPISODE_INDEX],
+        frame_index=columns[fmt.FRAME_INDEX],
+        task_index=columns[fmt.TASK_INDEX],
+        last_row=np.repeat(ends, lengths),
         files=[root / name for name in names],
         location=columns["location"],
     )

@@ -467,3 +467,23 @@ def test_episode_metadata_that_cannot_be_read(record: Record) -> None:
         pq.write_table(changed, root / EPISODES_FILE)
         with pytest.raises(DatasetFormatError, match=message):
             LeRobotDataset(root)
+
+
+def test_episodes_that_alternate_between_files(record: Record) -> None:
+    root = record((5, 7, 4, 6))
+    table, episodes = pq.read_table(root / DATA_FILE), pq.read_table(root / EPISODES_FILE)
+    pq.write_table(pa.concat_tables([table.slice(0, 5), table.slice(12)]), root / DATA_FILE)
+    pq.write_table(table.slice(5, 7), root / "data/chunk-000/file-001.parquet")
+    pq.write_table(set_column("data/file_index", pa.array([0, 1, 0, 0]))(episodes), root / EPISODES_FILE)
+    with pytest.raises(
+        DatasetFormatError, match="the frames of episode 1 do not follow those of the episode before it"
+    ):
+        LeRobotDataset(root)
+
+
+def test_a_file_that_changes_while_it_is_read(record: Record) -> None:
+    root = record()
+    data = LeRobotDataset(root)
+    edit_table(root / DATA_FILE, lambda t: t)  # one row group where there were four
+    with pytest.raises(DatasetFormatError, match=f"{DATA_FILE}: row group 3 cannot be read"):
+        data[21]
