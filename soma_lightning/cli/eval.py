@@ -56,7 +56,7 @@ def evaluate_policy(
         overwrite: discard an earlier evaluation in `out`.
     """
     load_extensions()
-    model = get_model({"model_type": model_type or stored_type(Path(policy)), "precision": None, "model_path": policy})
+    model = get_model({"model_type": model_type or stored_type(Path(policy)), "model_path": policy})
     model.to(pick_device(device)).eval()
     config = model.config
     group = envs.make_group(env, env_options or {}, num_slots=num_envs, num_workers=workers, timeout_s=timeout_s)

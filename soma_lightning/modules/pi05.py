@@ -61,6 +61,7 @@ class PI05Module(PolicyModule):
             self.policy.set_statistics(data.statistics, source=data.statistics_source)
         if data is not None and hasattr(data, "connect_policy"):
             data.connect_policy(self.policy.config)
+        self.policy.processor.prepare()  # a tokenizer that cannot be had is reported now, not at the first batch
 
     def on_fit_end(self) -> None:
         if self.training_config.export and not self.trainer.fast_dev_run:
