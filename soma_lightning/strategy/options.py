@@ -82,10 +82,7 @@ class StrategyOptions:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
-                later = " in this version" if name == "save_format" and value == "directory" else ""
-                raise ValueError(
-                    f"{name}={value!r} is not available{later}; use one of {', '.join(map(repr, choices))}"
-                )
+                raise ValueError(f"{name}={value!r} is not available; use one of {', '.join(map(repr, choices))}")
         if self.max_consecutive_skips is not None and self.max_consecutive_skips < 1:
             raise ValueError(
                 f"max_consecutive_skips={self.max_consecutive_skips} must be at least 1; None never stops the run"

@@ -266,7 +266,7 @@ class SomaSpeedStrategy(ParallelStrategy):
             return "by the module's configure_gradient_clipping"
         if not trainer.gradient_clip_val:
             return "none"
-        algorithm = trainer.gradient_clip_algorithm or "norm"
+        algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
         norm = f" (norm type {self.engine.options.norm_type})" if algorithm == "norm" else ""
         return f"by {algorithm} {trainer.gradient_clip_val}{norm}"
 

@@ -51,11 +51,11 @@ class Net(L.LightningModule):
         trainable = [p for p in self.parameters() if p.requires_grad]
         if not self.two_groups:
             return torch.optim.AdamW(trainable, lr=0.02)
-        head = set(self.head.parameters())
+        rest = [p for name, p in self.named_parameters() if p.requires_grad and not name.startswith("head.")]
         return torch.optim.AdamW(
             [
-                {"params": list(head), "lr": 0.01, "weight_decay": 0.0},
-                {"params": [p for p in trainable if p not in head], "betas": (0.8, 0.95)},
+                {"params": list(self.head.parameters()), "lr": 0.01, "weight_decay": 0.0},
+                {"params": rest, "betas": (0.8, 0.95)},
             ],
             lr=0.02,
         )

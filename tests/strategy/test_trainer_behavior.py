@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import csv
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812 (Lightning's own convention)
@@ -168,7 +170,7 @@ def test_a_nan_gradient_skips_the_step_and_is_counted(net: Any, make_trainer: An
 def test_raise_names_step_and_parameter(net: Any, make_trainer: Any) -> None:
     poison = Poison(3)
     model = net()
-    message = r"non-finite gradients at global_step 4: the gradient of 'head.bias' holds a NaN"
+    message = r"non-finite gradients at global_step 3: the gradient of 'head.bias' holds a NaN"
     with pytest.raises(RuntimeError, match=message):
         make_trainer(SomaSpeedStrategy(nonfinite="raise"), callbacks=[poison]).fit(model)
     assert all(torch.equal(value, poison.weights[3][name]) for name, value in model.state_dict().items())
@@ -176,7 +178,7 @@ def test_raise_names_step_and_parameter(net: Any, make_trainer: Any) -> None:
 
 def test_too_many_skips_in_a_row_stop_the_run(net: Any, make_trainer: Any) -> None:
     strategy = SomaSpeedStrategy(max_consecutive_skips=3)
-    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row .* global_step 8: the gradient of 'head.bias'"):
+    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row .* global_step 7: the gradient of 'head.bias'"):
         make_trainer(strategy, callbacks=[Poison(1, 2, 5, 6, 7)]).fit(net())
 
 
@@ -184,6 +186,11 @@ def test_skips_without_limit_never_stop_the_run(net: Any, make_trainer: Any) -> 
     trainer = make_trainer(SomaSpeedStrategy(max_consecutive_skips=None), callbacks=[Poison(*range(20))], max_steps=15)
     trainer.fit(net())
     assert trainer.optimizers[0].skipped_steps.item() == 15
+
+
+def rows_of(logger: CSVLogger) -> list[dict[str, str]]:
+    with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def test_the_logged_norm_is_the_one_before_clipping(net: Any, make_trainer: Any, tmp_path: Any) -> None:
@@ -207,7 +214,7 @@ def test_the_logged_norm_is_the_one_before_clipping(net: Any, make_trainer: Any,
         accumulate_grad_batches=3,
     )
     trainer.fit(net())
-    logged = [float(row["grad_norm"]) for row in logger.experiment.metrics if "grad_norm" in row]
+    logged = [float(row["grad_norm"]) for row in rows_of(logger) if row["grad_norm"]]
     assert norms.asked == pytest.approx(norms.torch, rel=1e-6)
     assert logged == pytest.approx(norms.torch[1::2], rel=1e-6)
 
@@ -216,7 +223,7 @@ def test_two_optimizers_log_two_norms(net: Any, make_trainer: Any, tmp_path: Any
     logger = CSVLogger(tmp_path)
     trainer = make_trainer(SomaSpeedStrategy(log_grad_norm=True), logger=logger, log_every_n_steps=1)
     trainer.fit(Gan(), net().loader())
-    assert {"grad_norm_0", "grad_norm_1"} <= set(logger.experiment.metrics[0])
+    assert {"grad_norm_0", "grad_norm_1"} <= set(rows_of(logger)[0])
 
 
 def test_the_inf_norm_clips_fused_and_stock_optimizers(
@@ -233,10 +240,6 @@ def test_the_inf_norm_clips_fused_and_stock_optimizers(
     make_trainer(unfused, gradient_clip_val=0.2).fit(stock)
     assert difference(reference, fused) <= 1e-6
     assert difference(reference, stock) == 0.0
-
-
-class Sgd(Callback):
-    """Marks the class below as a user of another optimizer."""
 
 
 def other_optimizer(net: Any, make: Callable[[Any], torch.optim.Optimizer]) -> Any:

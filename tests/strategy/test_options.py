@@ -1,0 +1,120 @@
+"""Settings that are unknown, contradictory or not available yet are refused by name, by both strategies."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from typing import Any
+
+import lightning as L  # noqa: N812 (Lightning's own convention)
+import pytest
+
+from soma_lightning import FabricSomaSpeedStrategy, Layout, SomaSpeedStrategy
+from soma_lightning.strategy.options import StrategyOptions
+
+BOTH = pytest.mark.parametrize("strategy", [SomaSpeedStrategy, FabricSomaSpeedStrategy])
+
+LATER = {
+    "wrap_policy": {"no_split_names": ["Block"]},
+    "mixed_precision": {"param_dtype": "bf16"},
+    "wrappers": {"norms": {"module_classes": ["RMSNorm"]}},
+    "mixed_precision_policies": {"fp32": {"param_dtype": "fp32"}},
+    "mixed_precision_rules": {"norms": "fp32"},
+    "frozen": "shard",
+    "reshard_after_forward": True,
+    "keep_low_precision_grads": True,
+    "compile": {"mode": "default"},
+    "activation_checkpointing": {"blocks": True},
+    "async_save": True,
+    "tensor_parallel": {"attention.q_proj": "colwise"},
+    "pipeline": {"run_ahead": 1},
+    "forward_methods": ["sample_actions"],
+    "cpu_offload": True,
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", LATER)
+def test_what_needs_more_than_one_process_is_refused_by_name(strategy: Any, name: str) -> None:
+    message = f"{name}={LATER[name]!r} is not available in this version, which runs one process; leave it at "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        strategy(**{name: LATER[name]})
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"save_format": "directory"},
+            "save_format='directory' is not available; use one of 'auto', 'file'",
+        ),
+        ({"fused_optimizer": "yes"}, "fused_optimizer='yes' is not available; use one of 'auto', True"),
+        ({"fused_optimizer": 1}, "fused_optimizer=1 is not available"),
+        ({"master_weights": None}, "master_weights=None is not available"),
+        ({"nonfinite": "zero"}, "nonfinite='zero' is not available; use one of 'skip', 'raise'"),
+        ({"checkpoint_weights_only": "no"}, "checkpoint_weights_only='no' is not available"),
+        ({"max_consecutive_skips": 0}, "max_consecutive_skips=0 must be at least 1; None never stops the run"),
+        ({"report": "here.txt"}, "report='here.txt' must be True, False or the path of a .json file"),
+        ({"fused_optimizer": False, "master_weights": True}, "master_weights=True needs the fused optimizer step"),
+        ({"fused_optimizer": False, "nonfinite": "raise"}, "nonfinite='raise' needs the fused optimizer step"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(strategy: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        strategy(**settings)
+
+
+def test_the_trainer_refuses_other_norms_and_fabric_refuses_what_it_does_not_use() -> None:
+    with pytest.raises(ValueError, match="norm_type=1.0 is not supported; use 2.0 or inf"):
+        SomaSpeedStrategy(norm_type=1.0)
+    with pytest.raises(ValueError, match="norm_type=inf is not used by Fabric; pass it to fabric.clip_gradients"):
+        FabricSomaSpeedStrategy(norm_type=float("inf"))
+    with pytest.raises(ValueError, match="log_grad_norm=True is not used by Fabric; log optimizer.last_grad_norm"):
+        FabricSomaSpeedStrategy(log_grad_norm=True)
+
+
+@BOTH
+def test_both_strategies_take_exactly_the_settings_of_the_options(strategy: Any) -> None:
+    signature = inspect.signature(strategy)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    assert defaults == {field.name: field.default for field in fields(StrategyOptions)}
+
+
+def build(kind: str, strategy: Any, **settings: Any) -> Any:
+    options = {"accelerator": "cpu", "devices": 1, **settings}
+    if kind == "trainer":
+        return L.Trainer(strategy=strategy, logger=False, enable_checkpointing=False, **options)
+    return L.Fabric(strategy=strategy, **options)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+@pytest.mark.parametrize(("settings", "world"), [({"devices": 2}, 2), ({"num_nodes": 3}, 3)])
+def test_more_than_one_process_is_refused(kind: str, settings: dict[str, int], world: int) -> None:
+    message = f"strategy 'somaspeed' runs one process in this version, but {world} were asked for"
+    with pytest.raises(ValueError, match=message):
+        build(kind, "somaspeed", **settings)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(tensor=2), "= 2 does not divide the world size 1"),
+        ({"shard": 4}, "= 4 ranks, but the world size is 1"),
+        ("ddp", "layout='ddp' is unknown; use one of auto, fsdp, hsdp, replicate"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused_with_the_trainer(kind: str, layout: Any, message: str) -> None:
+    cls = SomaSpeedStrategy if kind == "trainer" else FabricSomaSpeedStrategy
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(kind, cls(layout=layout))
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+@pytest.mark.parametrize("layout", ["auto", "fsdp", "hsdp", "replicate", {"shard": 1}, Layout()])
+def test_on_one_process_every_layout_is_the_trivial_mesh(kind: str, layout: Any) -> None:
+    cls = SomaSpeedStrategy if kind == "trainer" else FabricSomaSpeedStrategy
+    strategy = build(kind, cls(layout=layout)).strategy
+    assert set(strategy.engine.layout.mesh_shape().values()) == {1}
