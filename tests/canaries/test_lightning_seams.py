@@ -1,0 +1,121 @@
+"""Private corners of Lightning and torch that this package leans on: a new version that moves one fails here first."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import lightning as L  # noqa: N812 (Lightning's own convention)
+import pytest
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy as TrainerSingleDeviceStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from soma_lightning import FabricSomaSpeedStrategy, SomaSpeedStrategy
+from soma_lightning.compat import unwrap_optimizer
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2))
+
+
+def test_both_connectors_end_with_configure_launcher() -> None:
+    """`_configure_launcher` runs when devices and nodes are known; the world is checked there."""
+    for base in (Strategy, FabricStrategy):
+        assert list(inspect.signature(base._configure_launcher).parameters) == ["self"]
+    for build in (L.Trainer, L.Fabric):
+        with pytest.raises(ValueError, match="2 were asked for"):
+            build(strategy="somaspeed", accelerator="cpu", devices=2)
+
+
+def test_setup_goes_through_setup_model_before_optimizers() -> None:
+    source = inspect.getsource(Strategy.setup)
+    assert source.index("self._setup_model(") < source.index("self.setup_optimizers(")
+
+
+def test_the_precision_setter_is_the_one_way_in() -> None:
+    source = inspect.getsource(Strategy)
+    assert "self.precision_plugin = precision_plugin" in inspect.getsource(Strategy.__init__)
+    assert source.count("self._precision_plugin =") == 1 + source.count("self._precision_plugin = None")
+    assert isinstance(ParallelStrategy.precision_plugin, property)
+
+
+def test_clipping_ends_in_the_plugins_clip_gradients() -> None:
+    signature = inspect.signature(Precision.clip_gradients)
+    assert list(signature.parameters) == ["self", "optimizer", "clip_val", "gradient_clip_algorithm"]
+    assert "self.trainer.precision_plugin.clip_gradients(" in inspect.getsource(L.LightningModule.clip_gradients)
+    assert "self.clip_grad_by_norm(optimizer, clip_val)" in inspect.getsource(Precision.clip_gradients)
+
+
+def test_checkpoints_name_a_plugin_by_its_qualname() -> None:
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+    assert "prec_plugin.__class__.__qualname__" in inspect.getsource(_CheckpointConnector)
+
+
+def test_a_lightning_optimizer_imitates_the_class_and_holds_the_object() -> None:
+    optimizer = AdamW([parameter()])
+    wrapper = LightningOptimizer(optimizer)
+    assert isinstance(wrapper, AdamW)
+    assert unwrap_optimizer(wrapper) is optimizer
+    assert unwrap_optimizer(optimizer) is optimizer
+
+
+def test_a_scheduler_leaves_a_marked_step_on_the_object() -> None:
+    optimizer = AdamW([parameter()])
+    scheduler = StepLR(optimizer, 1)
+    assert hasattr(optimizer.__dict__["step"], "_wrapped_by_lr_sched")
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    scheduler.step()
+
+
+def test_patch_step_function_hooks_a_new_class() -> None:
+    class Other(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return "other"
+
+    optimizer = AdamW([parameter()])
+    optimizer.__class__ = Other
+    optimizer._patch_step_function()
+    assert Other.step.hooked is True  # type: ignore[attr-defined]
+    assert optimizer.step() == "other"
+
+
+def test_torchs_fused_flag_is_an_attribute_of_the_object() -> None:
+    assert AdamW([parameter()], fused=True).__dict__["_step_supports_amp_scaling"] is True
+
+
+def test_tensors_count_their_writes() -> None:
+    tensor = torch.ones(2)
+    before = tensor._version
+    tensor.mul_(2)
+    assert tensor._version > before
+
+
+def test_one_process_counts_as_a_single_device() -> None:
+    assert isinstance(SomaSpeedStrategy(), TrainerSingleDeviceStrategy)
+    assert isinstance(FabricSomaSpeedStrategy(), SingleDeviceStrategy)
+
+
+def test_registries_take_any_callable_and_hand_it_the_fixed_arguments() -> None:
+    for registry in (StrategyRegistry, STRATEGY_REGISTRY):
+        registry.register("soma_canary", lambda layout: f"built {layout}", layout="auto")
+        try:
+            assert "soma_canary" in registry.available_strategies()
+            assert registry.get("soma_canary") == "built auto"
+        finally:
+            registry.remove("soma_canary")
+
+
+def test_foreach_norm_takes_an_accumulation_dtype() -> None:
+    (norm,) = torch._foreach_norm([torch.ones(4, dtype=torch.bfloat16)], 2.0, dtype=torch.float32)
+    assert norm.dtype == torch.float32
+    assert norm.item() == 2.0
