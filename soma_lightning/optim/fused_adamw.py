@@ -233,8 +233,8 @@ class FusedAdamW(AdamW):
         control = self._control
         control.last_grad_norm = decision.norm
         skipped = (~decision.take).to(torch.int64)
-        control.skipped_steps = control.skipped_steps.to(skipped.device) + skipped
-        control.consecutive_skips = (control.consecutive_skips.to(skipped.device) + 1) * skipped
+        control.skipped_steps = _counter_on(skipped.device, control.skipped_steps) + skipped
+        control.consecutive_skips = (_counter_on(skipped.device, control.consecutive_skips) + 1) * skipped
 
     def _update(
         self, work: list[_Work], scale: float | Tensor | None, max_value: float | None, *, take: Tensor | None
@@ -354,6 +354,13 @@ class FP32MasterAdamW(FusedAdamW):
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, master_weights=True)
+
+
+def _counter_on(device: torch.device, counter: Tensor) -> Tensor:
+    """The counter on `device`; one that starts on the CPU gets there without a synchronizing copy."""
+    if counter.device.type == "cpu" and device.type != "cpu":
+        return torch.full((), int(counter), dtype=counter.dtype, device=device)
+    return counter.to(device)
 
 
 def unsupported_in_group(group: dict[str, Any]) -> str | None:

@@ -187,3 +187,22 @@ def test_a_master_moves_where_the_parameter_cannot(take: Tensor | None) -> None:
         )
     assert master.tolist() == pytest.approx([1 - 3e-4] * 4, rel=1e-6)
     assert torch.equal(param, master.bfloat16())
+
+
+def test_a_gradient_with_another_memory_layout_is_used_right() -> None:
+    grad = torch.arange(6.0).reshape(2, 3)
+    results = []
+    for g in (grad, grad.t().contiguous().t()):
+        param, m, v = torch.ones(2, 3), torch.zeros(2, 3), torch.zeros(2, 3)
+        adamw_step_([param], [g], [m], [v], [torch.zeros(())], lr=0.1, take=torch.tensor(True), **HYPER)
+        results.append(param)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5)])
+def test_scaling_keeps_the_dtype_of_a_scalar_gradient(scale: float | Tensor) -> None:
+    param, m, v = (torch.ones((), dtype=torch.bfloat16) for _ in range(3))
+    grad = torch.tensor(2.0, dtype=torch.bfloat16)
+    adamw_step_([param], [grad], [m], [v], [torch.zeros(())], lr=0.5, scale=scale, take=torch.tensor(True), **HYPER)
+    assert param.item() < 1.0
+    assert grad.item() == 2.0

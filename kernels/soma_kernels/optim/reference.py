@@ -21,8 +21,7 @@ from torch import Tensor
 #: Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does, so that results agree with it.
 CLIP_EPS = 1e-6
 
-#: Elements updated at once where the old values must survive until the decision is applied: bounds the extra memory
-#: (three tensors of this many elements) and still fills a large device.
+#: Elements whose scaled gradients exist at once on an accelerator: bounds the extra memory and still fills the device.
 CHUNK_ELEMENTS = 1 << 26
 
 
@@ -125,7 +124,8 @@ def _scaled_grads(
     """Copies of the gradients after conversion, scaling and clamping; the gradients themselves if nothing is to do."""
     result = [g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
     if scale is not None:
-        result = list(torch._foreach_mul(result, scale))
+        # A 0-d gradient times a 0-d tensor would take the wider dtype of the two.
+        result = [g.to(dtype) for g, dtype in zip(torch._foreach_mul(result, scale), dtypes, strict=True)]
     if max_value is not None:
         result = list(torch._foreach_clamp_min(result, -max_value))
         torch._foreach_clamp_max_(result, max_value)
@@ -170,7 +170,7 @@ def adamw_step_(
     lr: learning rate, a number or a 0-d tensor (its device decides whether it is read by the host or not).
     scale, max_value: gradients are used as clamp(g * scale, -max_value, max_value).
     take: 0-d bool on the device: False changes nothing. None: the caller knows that the step is taken, and the update
-    runs in place with exactly torch.optim.AdamW's operations, in its order.
+    runs in place with exactly torch.optim.AdamW's operations (foreach), in its order.
     """
     hyper = _Hyper(_host_scalar(lr), beta1, beta2, eps, weight_decay)
     masters = masters if masters is not None else [None] * len(params)
@@ -182,7 +182,7 @@ def adamw_step_(
             if take is None:
                 _update_in_place_(p, g, m, v, t, hyper)
             else:
-                _update_where_(p, g, m, v, t, hyper, take)
+                _update_if_taken_(p, g, m, v, t, hyper, take)
     for param, master in zip(params, masters, strict=True):
         if master is not None:
             param.copy_(master)
@@ -217,35 +217,32 @@ def _update_in_place_(
     torch._foreach_addcdiv_(p, m, denominator, [-float(hyper.lr) / (1 - hyper.beta1**s) for s in taken])
 
 
-def _update_where_(
+def _update_if_taken_(
     p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], t: list[Tensor], hyper: _Hyper, take: Tensor
 ) -> None:
-    """The same update with the decision on the device: new values are computed apart and kept only where `take`.
+    """The same update with the decision on the device: torch's fused kernel returns at once where it is not taken.
 
-    Bias corrections come from the device's step counters in fp64 (0.999**t in fp32 loses the fifth digit at t = 1).
-    The quotient is formed in at least fp32: a 0-d device scalar would otherwise be rounded to the tensors' dtype.
+    The kernel counts bias corrections from the device's step counters and computes in fp32 whatever the dtype.
     """
-    dtype = torch.promote_types(m[0].dtype, torch.float32)
-    next_t = torch.stack(t).double() + 1
-    root_correction2 = (1 - hyper.beta2**next_t).sqrt().to(dtype)
-    step_size = (-hyper.lr / (1 - hyper.beta1**next_t)).to(dtype)
-
-    new_m = torch._foreach_lerp(m, g, 1 - hyper.beta1)
-    new_v = torch._foreach_mul(v, hyper.beta2)
-    torch._foreach_addcmul_(new_v, g, g, 1 - hyper.beta2)
-    denominator = torch._foreach_sqrt([x.to(dtype) for x in new_v])
-    torch._foreach_div_(denominator, list(root_correction2.unbind()))
-    torch._foreach_add_(denominator, hyper.eps)
-    change = torch._foreach_mul([x.to(dtype) for x in new_m], list(step_size.unbind()))
-    torch._foreach_div_(change, denominator)
-    decayed = (
-        [x.to(dtype) for x in p]
-        if hyper.weight_decay == 0
-        else torch._foreach_mul([x.to(dtype) for x in p], hyper.decay)
+    not_taken = (~take).to(torch.float32)
+    # The kernel walks all five tensors with one index: a gradient must have its parameter's memory layout.
+    g = [x if x.stride() == y.stride() else torch.empty_like(y).copy_(x) for x, y in zip(g, p, strict=True)]
+    lr = hyper.lr.to(torch.float32) if isinstance(hyper.lr, Tensor) else hyper.lr
+    torch._foreach_add_(t, 1.0)
+    torch._fused_adamw_(
+        p,
+        g,
+        m,
+        v,
+        [],
+        t,
+        lr=lr,  # type: ignore[arg-type]
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=not_taken,
     )
-    new_p = torch._foreach_add(decayed, change)
-
-    for old_list, new_list in ((p, new_p), (m, new_m), (v, new_v)):
-        for old, new in zip(old_list, new_list, strict=True):
-            old.copy_(torch.where(take, new.to(old.dtype), old))
-    torch._foreach_add_(t, take.to(t[0].dtype))
+    torch._foreach_sub_(t, [not_taken] * len(t))
