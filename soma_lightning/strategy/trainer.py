@@ -48,7 +48,8 @@ class SomaSpeedStrategy(ParallelStrategy):
     report: True prints a run report when training starts and writes `run_report.json` into `trainer.log_dir`; the path
         of a .json file writes it there; False does neither.
 
-    With a GradScaler (16-mixed) gradients are unscaled in place before the step, as without this strategy, and a step
+    What a program can notice: `.grad` after the step holds unclipped gradients; LearningRateMonitor writes
+    `lr-FusedAdamW` instead of `lr-AdamW`. With a GradScaler (16-mixed) gradients are unscaled in place before the step, as without this strategy, and a step
     that the scaler skips is not counted in `skipped_steps`.
     Raises ValueError for a value that is unknown or not available, naming what is.
     """

@@ -41,8 +41,7 @@ class Net(L.LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self(batch).float().pow(2).mean())
 
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("test_loss", self(batch).float().pow(2).mean())
+    test_step = validation_step
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self(batch)
