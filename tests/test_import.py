@@ -14,7 +14,7 @@ import soma_lightning
 
 ROOT = Path(__file__).resolve().parents[1]
 
-HEAVY = (
+HEAVY = {
     "torch",
     "lightning",
     "transformers",
@@ -25,7 +25,7 @@ HEAVY = (
     "triton",
     "jsonargparse",
     "av",
-)
+}
 
 
 def modules_after(code: str) -> set[str]:

@@ -49,8 +49,8 @@ class SomaSpeedStrategy(ParallelStrategy):
         of a .json file writes it there; False does neither.
 
     What a program can notice: `.grad` after the step holds unclipped gradients; LearningRateMonitor writes
-    `lr-FusedAdamW` instead of `lr-AdamW`. With a GradScaler (16-mixed) gradients are unscaled in place before the step, as without this strategy, and a step
-    that the scaler skips is not counted in `skipped_steps`.
+    `lr-FusedAdamW` instead of `lr-AdamW`. With a GradScaler (16-mixed) gradients are unscaled in place before the step,
+    as without this strategy, and a step that the scaler skips is not counted in `skipped_steps`.
     Raises ValueError for a value that is unknown or not available, naming what is.
     """
 

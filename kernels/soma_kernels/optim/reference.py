@@ -236,7 +236,7 @@ def _update_if_taken_(
         v,
         [],
         t,
-        lr=lr,  # type: ignore[arg-type]
+        lr=lr,
         beta1=hyper.beta1,
         beta2=hyper.beta2,
         weight_decay=hyper.weight_decay,
