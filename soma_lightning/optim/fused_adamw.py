@@ -167,7 +167,7 @@ class FusedAdamW(AdamW):
     # ------------------------------------------------------------------ the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient; returns what `closure` returned.
 
         A clipping rule set before the call or inside the closure applies to this step only.
