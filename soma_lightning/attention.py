@@ -17,8 +17,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from soma_kernels.attention.reference import attention_reference
 from torch import Tensor
+
+from soma_kernels.attention.reference import attention_reference
 
 __all__ = ["ContextKV", "attention", "attention_path"]
 

@@ -47,7 +47,9 @@ class EvaluationSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.first_init_state < 0 or self.recorded < 0:
-            raise ValueError(f"first_init_state={self.first_init_state}, recorded={self.recorded}: must not be negative")
+            raise ValueError(
+                f"first_init_state={self.first_init_state}, recorded={self.recorded}: must not be negative"
+            )
         if not self.tasks:
             raise ValueError("no task given; name at least one")
 
@@ -243,7 +245,7 @@ def summarize(settings: EvaluationSettings, rollouts: list[Rollout]) -> dict[str
             "init_states": [r.init_state for r in mine],
             "successful_init_states": [r.init_state for r in won],
         }
-    total, episodes = sum(t["successes"] for t in tasks.values()), sum(t["episodes"] for t in tasks.values())
+    total, episodes = sum(rollout.success for rollout in rollouts), len(rollouts)
     overall = {"successes": total, "episodes": episodes, "wilson95": list(wilson_interval(total, episodes))}
     return {"settings": asdict(settings), "tasks": tasks, "overall": overall}
 
@@ -257,6 +259,7 @@ def _keep_frames(out: Path, rollout: Rollout, frames: list[np.ndarray]) -> None:
 
 
 def _draw(out: Path, results: dict[str, Any]) -> None:
+    rows: list[tuple[str, int, int, tuple[float, float]]]
     rows = [(n, t["successes"], t["episodes"], tuple(t["wilson95"])) for n, t in results["tasks"].items()]
     plots.success_bars(rows, out / "success.png", Path(results["settings"]["policy"]).name or "policy")
     kept = sorted((out / "videos").glob("*.npz")) if (out / "videos").exists() else []

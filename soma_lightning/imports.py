@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import os
 from importlib.util import find_spec
 
 EXTRA_OF_PACKAGE = {

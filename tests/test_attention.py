@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from soma_kernels.testing import assert_close, nan_filled_empty
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import soma_lightning
+from soma_kernels.testing import assert_close, nan_filled_empty
 from soma_lightning.attention import ContextKV, attention, attention_path
 
 Inputs = dict[str, Tensor]

@@ -36,7 +36,10 @@ def imported_modules(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.update(f"{node.module}.{alias.name}" if node.module == "soma_lightning" else node.module for alias in node.names)
+            found.update(
+                f"{node.module}.{alias.name}" if node.module == "soma_lightning" else node.module
+                for alias in node.names
+            )
     return found
 
 
@@ -66,13 +69,22 @@ def test_every_part_has_a_layer():
 
 
 def test_imports_point_left():
-    wrong = [f"{path.relative_to(ROOT)}: {arrow}" for part, path in our_files() if part in LAYER_OF for arrow in wrong_arrows(path.read_text(), part)]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {arrow}"
+        for part, path in our_files()
+        if part in LAYER_OF
+        for arrow in wrong_arrows(path.read_text(), part)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
     ("part", "line"),
-    [("models", "from soma_lightning.data.lerobot import X"), ("strategy", "import soma_lightning.models.flow"), ("soma_kernels", "from soma_lightning import contract")],
+    [
+        ("models", "from soma_lightning.data.lerobot import X"),
+        ("strategy", "import soma_lightning.models.flow"),
+        ("soma_kernels", "from soma_lightning import contract"),
+    ],
 )
 def test_a_wrong_arrow_is_found(part: str, line: str):
     assert wrong_arrows(line, part)

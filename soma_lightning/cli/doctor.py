@@ -17,7 +17,11 @@ def version_of(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return f"missing: pip install 'soma-lightning[{EXTRA_OF_PACKAGE[package]}]'" if package in EXTRA_OF_PACKAGE else "missing"
+        return (
+            f"missing: pip install 'soma-lightning[{EXTRA_OF_PACKAGE[package]}]'"
+            if package in EXTRA_OF_PACKAGE
+            else "missing"
+        )
 
 
 def main(argv: list[str]) -> int:

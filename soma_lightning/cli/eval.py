@@ -56,7 +56,7 @@ def evaluate_policy(
         overwrite: discard an earlier evaluation in `out`.
     """
     load_extensions()
-    model = get_model({"model_type": model_type or stored_type(Path(policy)), "model_path": policy})
+    model: Any = get_model({"model_type": model_type or stored_type(Path(policy)), "model_path": policy})
     model.to(pick_device(device)).eval()
     config = model.config
     group = envs.make_group(env, env_options or {}, num_slots=num_envs, num_workers=workers, timeout_s=timeout_s)
@@ -83,7 +83,7 @@ def stored_type(policy: Path) -> str:
     config = policy / "config.json"
     if not config.is_file():
         raise FileNotFoundError(
-            f"{policy} holds no config.json, so it is no checkpoint folder; pass the `policy` folder that soma fit wrote"
+            f"{policy} holds no config.json, so it is no checkpoint; pass the `policy` folder that soma fit wrote"
         )
     return str(json.loads(config.read_text()).get("type", "pi05"))
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -86,6 +87,11 @@ class SomaCLI(LightningCLI):
         kwargs["default_root_dir"] = str(root)
         if settings["logger"] in (None, True):
             kwargs["logger"] = default_loggers(root)
+        configured = list(settings["callbacks"] or [])
+        wants_bar = settings["enable_progress_bar"] is not False and not settings["barebones"]
+        if wants_bar and not any(isinstance(callback, ProgressBar) for callback in configured):
+            # A log file gets a line now and then, a terminal every step.
+            kwargs["callbacks"] = [*configured, TQDMProgressBar(refresh_rate=1 if sys.stderr.isatty() else 50)]
         trainer = super().instantiate_trainer(**kwargs)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -120,7 +126,7 @@ def main(argv: list[str]) -> int:
             trainer_defaults={"callbacks": [LearningCurve()], "strategy": "somaspeed"},
             auto_configure_optimizers=False,
         )
-    except (ValueError, FileNotFoundError, KeyError, ImportError) as error:
+    except (ValueError, FileNotFoundError, ImportError, MisconfigurationException) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:

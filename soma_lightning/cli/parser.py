@@ -53,6 +53,7 @@ def explain(message: str, known: Iterable[str]) -> str:
         group = re.search(r"Group '([^']+)'", message)
         prefix = f"{group.group(1)}." if group else ""
         near = difflib.get_close_matches(prefix + option, candidates, 3, 0.5)
+        near = near or difflib.get_close_matches(option.split(".")[0], candidates, 1)
         hint = f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
         return f"unknown option '{prefix}{option}'{hint}"
     cause = CAUSE.search(message)
@@ -65,5 +66,8 @@ class SomaParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         source: Any = getattr(ex, "subcommand_parser", None) or self
         known = {action.dest for action in source._actions} | {action.dest for action in self._actions}
-        print(f"error: {explain(message, known)}\nsoma {' '.join(sys.argv[1:2])} --help lists every option.", file=sys.stderr)
+        print(
+            f"error: {explain(message, known)}\nsoma {' '.join(sys.argv[1:2])} --help lists every option.",
+            file=sys.stderr,
+        )
         sys.exit(2)

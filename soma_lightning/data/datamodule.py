@@ -143,18 +143,19 @@ class LeRobotDataModule(pl.LightningDataModule):
         return FrameBatches(parts) if parts else None
 
     def _open(self, root: str, episodes: list[int]) -> LeRobotDataset:
-        return LeRobotDataset(
-            root,
-            self.chunk_size or 1,
-            episodes=episodes,
-            cameras=self.camera_map,
-            state_key=self.state_key,
-            action_key=self.action_key,
-            state_indices=self.state_indices,
-            action_indices=self.action_indices,
-            preload=self.preload,
-            preload_limit_gib=self.preload_limit_gib,
-        )
+        with torch.inference_mode(False):  # validation may open the data first; training must be able to use it
+            return LeRobotDataset(
+                root,
+                self.chunk_size or 1,
+                episodes=episodes,
+                cameras=self.camera_map,
+                state_key=self.state_key,
+                action_key=self.action_key,
+                state_indices=self.state_indices,
+                action_indices=self.action_indices,
+                preload=self.preload,
+                preload_limit_gib=self.preload_limit_gib,
+            )
 
     @property
     def _parts(self) -> list[LeRobotDataset]:

@@ -107,13 +107,13 @@ class EncodedImages:
 class DecodedImages:
     """All images in memory. images: {camera: uint8 [N, 3, h, w]}."""
 
-    def __init__(self, images: Mapping[str, Tensor]) -> None:
+    def __init__(self, images: Mapping[str, np.ndarray]) -> None:
         self.images = dict(images)
 
     def fetch(self, camera: str, rows: Sequence[int]) -> Tensor:
         """See `ImageSource`."""
         # numpy copies whole images in one thread; torch would wake its pool for a copy shorter than the waking.
-        return torch.from_numpy(self.images[camera].numpy()[rows])
+        return torch.from_numpy(self.images[camera][rows])
 
 
 def preload(frames: FrameTable, sizes: Mapping[str, tuple[int, int]], limit_gib: float) -> DecodedImages:
@@ -130,12 +130,11 @@ def preload(frames: FrameTable, sizes: Mapping[str, tuple[int, int]], limit_gib:
         )
     encoded = EncodedImages(frames, sizes, cache_mib=0)
     images = {
-        camera: torch.empty(len(frames), 3, height, width, dtype=torch.uint8)
-        for camera, (height, width) in sizes.items()
+        camera: np.empty((len(frames), 3, height, width), dtype=np.uint8) for camera, (height, width) in sizes.items()
     }
 
     def decode_into(camera: str, row: int) -> None:
-        images[camera][row] = encoded.decode(camera, row)
+        images[camera][row] = encoded.decode(camera, row).numpy()
 
     # Rows of one group follow each other, so each group is read once; the threads share the decoding of its images.
     starts = np.flatnonzero(np.any(np.diff(frames.location[:, :2], axis=0, prepend=-1) != 0, axis=1))

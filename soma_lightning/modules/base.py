@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -57,6 +58,10 @@ class TrainingConfig:
                 f"need 0 <= warmup_steps <= decay_steps and decay_steps >= 1, got warmup_steps={self.warmup_steps} "
                 f"and decay_steps={self.decay_steps}"
             )
+
+
+#: The defaults as one object (it is frozen, so sharing it is safe).
+PUBLIC_RECIPE = TrainingConfig()
 
 
 class PolicyModule(LightningModule):
@@ -111,7 +116,8 @@ class PolicyModule(LightningModule):
             batch, flow_draws=config.flow_draws, state_noise=config.state_noise, generator=generator
         )
         self.log("train_loss", out["loss"].detach(), prog_bar=True, batch_size=len(batch[ACTION]))
-        return out["loss"]
+        loss: Tensor = out["loss"]
+        return loss
 
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         size = len(batch[ACTION])
@@ -127,11 +133,12 @@ class PolicyModule(LightningModule):
         recorded_BHA = batch[ACTION].to(actions_BHA)
         error_BH = (actions_BHA - recorded_BHA).abs().mean(-1)
         real_BH = ~batch[ACTION_IS_PAD] if ACTION_IS_PAD in batch else torch.ones_like(error_BH, dtype=torch.bool)
-        return error_BH[real_BH].mean()
+        mean: Tensor = error_BH[real_BH].mean()
+        return mean
 
     # -- optimizer --------------------------------------------------------------------------------------------------
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         config = self.training_config
         optimizer = torch.optim.AdamW(
@@ -168,7 +175,7 @@ class PolicyModule(LightningModule):
                 )
 
     def on_train_end(self) -> None:
-        if not self.training_config.export or not self.trainer.is_global_zero or self.trainer.fast_dev_run:
+        if not self.training_config.export or not self.trainer.is_global_zero or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if self._ema is not None:
             self._ema.swap_in(self)

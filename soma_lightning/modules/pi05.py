@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.policy import PI05Policy, changed_config
-from soma_lightning.modules.base import PolicyModule, TrainingConfig
+from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
 
 
 class PI05Module(PolicyModule):
@@ -32,7 +32,7 @@ class PI05Module(PolicyModule):
         config: dict[str, Any] | None = None,
         trainable: Literal["expert", "all"] = "expert",
         statistics: Literal["data", "checkpoint"] = "data",
-        training: TrainingConfig = TrainingConfig(),
+        training: TrainingConfig = PUBLIC_RECIPE,
     ) -> None:
         changes = {**(config or {}), "trainable": trainable}
         if pretrained is None and revision is not None:
@@ -64,5 +64,5 @@ class PI05Module(PolicyModule):
         self.policy.processor.prepare()  # a tokenizer that cannot be had is reported now, not at the first batch
 
     def on_fit_end(self) -> None:
-        if self.training_config.export and not self.trainer.fast_dev_run:
+        if self.training_config.export and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_info(f"policy written to {Path(self.trainer.default_root_dir) / 'policy'}")

@@ -17,8 +17,9 @@ class _Mark:
     """A point in time on the device: the host's clock, or an event on the CUDA stream (recorded without a sync)."""
 
     def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self.event is not None:
+        self.event: Any = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self.event.record()
         self.host = time.perf_counter()
 
@@ -66,7 +67,8 @@ class StepTimer(Callback):
             self._steps.append([self._last_end, *self._marks, end])
             self._samples += len(batch[TASK]) * trainer.world_size
         self._last_end = end
-        if self._steps and trainer.global_step % trainer.log_every_n_steps == 0:
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self._steps and trainer.global_step % every == 0:
             self._log(pl_module)
 
     def _log(self, module: LightningModule) -> None:

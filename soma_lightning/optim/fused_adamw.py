@@ -14,10 +14,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from soma_kernels.optim.reference import Decision, GradStats, adamw_step_, decide, grad_stats
 from torch import Tensor
 from torch.optim import AdamW
 
+from soma_kernels.optim.reference import Decision, GradStats, adamw_step_, decide, grad_stats
 from soma_lightning.optim.clipping import ClipRule, check_norm_type
 
 #: Group settings of torch.optim.AdamW that change the mathematics or the state and have no fused counterpart.

@@ -38,7 +38,10 @@ def test_missing_config_names_the_nearest_recipe():
 @pytest.mark.parametrize(
     ("message", "nearest"),
     [
-        ("Problem with given class_path 'soma_lightning.modules.base.TrainingConfig':\n Option 'lrr' is not accepted", "lr"),
+        (
+            "given class_path 'soma_lightning.modules.base.TrainingConfig':\n Option 'lrr' is not accepted",
+            "lr",
+        ),
         ("Subcommand 'fit' does not accept option 'modell.class_path'", "model"),
         ("unrecognized arguments: --trainer.max_step=3", "trainer.max_steps"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from soma_kernels.testing import nan_filled_empty
 
 

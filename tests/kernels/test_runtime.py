@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+
 from soma_kernels.runtime import device_facts, has_triton, is_interpreter
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from soma_kernels.testing import TOLERANCE, assert_close, relative_rms
 
 TRUTH = torch.randn(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

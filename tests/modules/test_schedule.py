@@ -31,7 +31,13 @@ def test_no_warmup_starts_at_the_peak():
 
 @pytest.mark.parametrize(
     ("total", "expected"),
-    [(3000, (100, 3000)), (30000, (1000, 30000)), (60000, (1000, 30000)), (math.inf, (1000, 30000)), (-1, (1000, 30000))],
+    [
+        (3000, (100, 3000)),
+        (30000, (1000, 30000)),
+        (60000, (1000, 30000)),
+        (math.inf, (1000, 30000)),
+        (-1, (1000, 30000)),
+    ],
 )
 def test_short_runs_shrink_both(total: float, expected: tuple[int, int]):
     assert fit_to_run(1000, 30000, total) == expected

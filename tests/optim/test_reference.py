@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from soma_kernels.optim import reference
 from soma_kernels.optim.reference import adamw_step_, decide, grad_stats
-from torch import Tensor
 
 SHAPES = [(3, 4), (0, 5), (7,), (), (2, 3, 2)]
 HYPER = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}

@@ -1,0 +1,63 @@
+"""A small recorded data set and short runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from soma_lightning.data import LeRobotDataModule
+from soma_lightning.data.lerobot_writer import LeRobotWriter
+from soma_lightning.modules import PI05Module
+from soma_lightning.modules.base import TrainingConfig
+
+IMAGE = {"dtype": "image", "shape": [64, 64, 3], "names": ["height", "width", "channel"]}
+FEATURES = {
+    "observation.images.image": IMAGE,
+    "observation.images.image2": IMAGE,
+    "observation.state": {"dtype": "float32", "shape": [8], "names": None},
+    "action": {"dtype": "float32", "shape": [7], "names": None},
+}
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six episodes of twelve frames with random images, states and actions."""
+    root, draw = tmp_path_factory.mktemp("data") / "set", np.random.default_rng(0)
+    with LeRobotWriter(root, features=FEATURES) as writer:
+        for _ in range(6):
+            images = draw.integers(0, 256, (2, 12, 64, 64, 3), dtype=np.uint8)
+            state = draw.normal(size=(12, 8)).astype(np.float32)
+            action = np.tanh(draw.normal(size=(12, 7))).astype(np.float32)
+            frames = {"observation.images.image": images[0], "observation.images.image2": images[1]}
+            writer.add_episode({**frames, "observation.state": state, "action": action}, "pick up the cube")
+    return root
+
+
+@pytest.fixture
+def make_run(recorded: Path, tmp_path: Path) -> Callable[..., tuple[L.Trainer, PI05Module, LeRobotDataModule]]:
+    """Builds trainer, module and data module of a short seeded run."""
+
+    def make(
+        name: str,
+        *,
+        seed: int = 0,
+        model: dict[str, Any] | None = None,
+        training: dict[str, Any] | None = None,
+        **trainer: Any,
+    ) -> tuple[L.Trainer, PI05Module, LeRobotDataModule]:
+        torch.set_num_threads(1)
+        L.seed_everything(seed, verbose=False)
+        values = {"lr": 1e-3, "final_lr": 1e-4, "warmup_steps": 2, "decay_steps": 20, **(training or {})}
+        module = PI05Module(**{"size": "tiny", "training": TrainingConfig(**values), **(model or {})})
+        defaults = {"max_steps": 4, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        settings = {**defaults, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1, **trainer}
+        trainer_ = L.Trainer(strategy="somaspeed", default_root_dir=tmp_path / name, gradient_clip_val=1.0, **settings)
+        return trainer_, module, LeRobotDataModule(str(recorded), batch_size=8, preload=True)
+
+    return make

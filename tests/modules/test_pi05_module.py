@@ -1,0 +1,205 @@
+"""Fine-tuning pi0.5: what trains, what stays, how a run goes on, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from soma_lightning.models import PI05Policy
+from soma_lightning.modules import PI05Module
+from soma_lightning.modules.base import TrainingConfig
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+class StopAt(L.Callback):
+    """Ends a run early, as an interruption would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.should_stop = trainer.global_step >= self.step
+
+
+def test_only_the_expert_moves(make_run):
+    trainer, module, data = make_run("run")
+    before, backbone = weights_of(module), module.policy.backbone_hash()
+    trainer.fit(module, data)
+    moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert moved <= trainable
+    assert len(moved) > 0.9 * len(trainable)
+    assert all(".expert." in name for name in trainable)
+    assert module.policy.backbone_hash() == backbone
+    assert {id(p) for g in trainer.optimizers[0].param_groups for p in g["params"]} == {
+        id(p) for p in module.parameters() if p.requires_grad
+    }
+
+
+def test_full_training_moves_the_prefix(make_run):
+    trainer, module, data = make_run("run", model={"trainable": "all"})
+    before = weights_of(module)
+    trainer.fit(module, data)
+    moved = [name for name, p in module.named_parameters() if not torch.equal(p, before[name])]
+    assert any("vision_tower" in name for name in moved)
+    assert any("language_model" in name for name in moved)
+
+
+def test_frozen_parts_stay_in_eval_mode_after_validation(make_run):
+    trainer, module, data = make_run("run", val_check_interval=2, check_val_every_n_epoch=None, limit_val_batches=1)
+    seen = []
+
+    class Watch(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            seen.append(any(part.training for m in module.policy.frozen_modules() for part in m.modules()))
+
+    trainer.callbacks.append(Watch())
+    trainer.fit(module, data)
+    assert seen == [False] * 4
+    assert module.policy.model.expert.training
+
+
+def test_a_thawed_backbone_is_caught(make_run):
+    trainer, module, data = make_run("run")
+    frozen = module.policy.frozen_modules()
+    module.policy.frozen_modules = lambda: frozen
+
+    class Thaw(L.Callback):
+        def on_fit_start(self, trainer, module):
+            next(frozen[0].parameters()).requires_grad_(True)
+
+    trainer.callbacks.insert(0, Thaw())
+    with pytest.raises(RuntimeError, match="frozen parameters require grad"):
+        trainer.fit(module, data)
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(make_run, tmp_path: Path):
+    whole, module, data = make_run("whole", max_steps=9, training={"ema_decay": 0.9, "state_noise": 0.1})
+    whole.fit(module, data)
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="five", every_n_train_steps=5, monitor=None)
+    first, part, data = make_run(
+        "first",
+        max_steps=9,
+        training={"ema_decay": 0.9, "state_noise": 0.1},
+        enable_checkpointing=True,
+        callbacks=[saver, StopAt(6)],
+    )
+    first.fit(part, data)
+    assert first.global_step == 6
+    second, rest, data = make_run("second", max_steps=9, seed=1, training={"ema_decay": 0.9, "state_noise": 0.1})
+    second.fit(rest, data, ckpt_path=tmp_path / "five.ckpt", weights_only=True)
+    for name, p in module.named_parameters():
+        assert torch.equal(p, dict(rest.named_parameters())[name]), name
+    assert torch.equal(*(run._ema.shadow["policy.model.expert.norm.dense.weight"] for run in (module, rest)))
+
+
+def test_a_checkpoint_of_other_data_is_refused(make_run, tmp_path: Path):
+    trainer, module, data = make_run("first")
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer, module, data = make_run("second", max_steps=8)
+    statistics = {key: {k: v + 1 for k, v in stats.items()} for key, stats in data.statistics.items()}
+
+    class Shifted(type(data)):
+        @property
+        def statistics(self):
+            return statistics
+
+    data.__class__ = Shifted
+    with pytest.raises(ValueError, match="checkpoint's statistics differs"):
+        trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+
+
+def test_export_is_the_trained_policy(make_run, tmp_path: Path):
+    trainer, module, data = make_run("run")
+    trainer.fit(module, data)
+    loaded = PI05Policy.from_pretrained(tmp_path / "run" / "policy")
+    for (name, p), (_, q) in zip(module.policy.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(p, q), name
+    assert loaded.describe()["statistics"] == module.policy.describe()["statistics"]
+
+
+def test_export_holds_the_average(make_run, tmp_path: Path):
+    trainer, module, data = make_run("run", training={"ema_decay": 0.5})
+    trainer.fit(module, data)
+    loaded = dict(PI05Policy.from_pretrained(tmp_path / "run" / "policy").named_parameters())
+    name = "model.expert.norm.dense.weight"
+    assert torch.equal(loaded[name], module._ema.shadow[f"policy.{name}"])
+    assert not torch.equal(loaded[name], module.policy.model.expert.norm.dense.weight)
+
+
+def test_logged_values(make_run):
+    trainer, module, data = make_run(
+        "run", max_steps=6, log_every_n_steps=3, val_check_interval=3, check_val_every_n_epoch=None
+    )
+    trainer.fit(module, data)
+    logged = trainer.logged_metrics
+    for name in ("train_loss", "val_loss", "val_action_error", "samples_per_s", "data_ms", "forward_ms", "backward_ms"):
+        assert logged[name] >= 0, name
+    assert trainer.progress_bar_metrics["optimizer_ms"] > 0
+
+
+def test_validation_loss_does_not_depend_on_the_moment(make_run):
+    losses = []
+    for _ in range(2):
+        trainer, module, data = make_run("run")
+        torch.randn(len(losses) + 1)
+        losses.append(trainer.validate(module, data, verbose=False)[0]["val_loss"])
+    assert losses[0] == losses[1]
+
+
+def test_run_report(make_run, tmp_path: Path):
+    trainer, module, data = make_run("run")
+    trainer.fit(module, data)
+    report = json.loads((tmp_path / "run" / "run_report.json").read_text())
+    text = json.dumps(report)
+    for fact in (
+        "policy.model.expert.norm.dense.weight",
+        "FusedAdamW",
+        "reference (torch)",
+        "chunk_size",
+        "statistics",
+    ):
+        assert fact in text, fact
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"revision": "main"}, "no effect without pretrained"),
+        ({"statistics": "checkpoint"}, "needs pretrained"),
+        ({"size": "tiny", "config": {"chunk_sise": 3}}, "chunk_size"),
+        ({"size": "tiny", "config": {"n_action_steps": 9}}, "n_action_steps=9"),
+    ],
+)
+def test_bad_arguments(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        PI05Module(**arguments)
+
+
+def test_data_statistics_need_a_data_module(make_run):
+    trainer, module, _ = make_run("run")
+    with pytest.raises(ValueError, match="statistics='data' needs a data module"):
+        trainer.fit(module, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": 0}, "lr=0"),
+        ({"final_lr": 1.0}, "final_lr"),
+        ({"flow_draws": 0}, "flow_draws"),
+        ({"warmup_steps": 99999}, "warmup"),
+    ],
+)
+def test_bad_training_settings(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig(**change)
