@@ -12,6 +12,8 @@ GL_PACKAGES := libegl1 libegl-mesa0 libgl1-mesa-dri libgl1 libglib2.0-0
 demo: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash recipes/demo.sh $(OUT) $(SEED)
 
+# One thread a test process: two pools on two cores would wait for each other.
+test: export OMP_NUM_THREADS = 1
 test: setup
 	$(BIN)/python -m pytest tests -m "not gpu and not slow" -n 2 --dist loadgroup -q
 

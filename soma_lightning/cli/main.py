@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from importlib import import_module
 
@@ -33,9 +32,6 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else 2
-    # OpenMP threads that spin while they wait make a training step 15 times slower as soon as another process (a
-    # simulator, a data worker) wants one of the same cores; sleeping threads cost nothing measurable on idle ones.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)
