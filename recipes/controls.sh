@@ -13,7 +13,7 @@ train() { # name, further options of soma fit
   say "$name: training"
   soma fit --config pi05_somatable --seed_everything "$SEED" --data.root "$OUT/demos/pick" \
     --trainer.default_root_dir "$OUT/$name" "$@"
-  soma eval --policy "$OUT/$name/policy" --tasks '[pick]' --episodes 100 --out "$OUT/eval/$name" --overwrite true
+  soma eval --policy "$OUT/$name/policy" --task pick --episodes 100 --out "$OUT/eval/$name" --overwrite true
 }
 
 train blind --model.pretrained "$OUT/base/policy" --model.config '{zero_images: true}'

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import auto_cli
-
+from soma_lightning.cli.parser import CommandParser
 from soma_lightning.plots import success_bars
 
 
@@ -64,8 +63,12 @@ def read_row(entry: str, task: str | None) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
+    """Returns the exit status: 1 when the claim does not hold, 2 for a wrong command line or bad input."""
+    parser = CommandParser("compare", __doc__)
+    parser.add_function_arguments(compare)
+    options = parser.parse_args(argv).as_dict()
     try:
-        return int(auto_cli(compare, args=argv, as_positional=False))
+        return compare(**options)
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,8 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from jsonargparse import ActionYesNo, ArgumentParser, Namespace
+from jsonargparse import Namespace
 
+from soma_lightning.cli.parser import CommandParser
 from soma_lightning.data.lerobot_writer import LeRobotWriter
 from soma_lightning.envs.demos import (
     FPS,
@@ -22,22 +23,18 @@ from soma_lightning.envs.somatable import TASKS
 SIDE_FILE = "soma_demos.json"
 
 
-def build_parser() -> ArgumentParser:
+def build_parser() -> CommandParser:
     """The options of `soma demos`."""
-    parser = ArgumentParser(prog="soma demos", description=__doc__)
+    parser = CommandParser("demos", __doc__)
     parser.add_argument("--env", default="somatable", help=f"environment; with experts: {', '.join(ENVIRONMENTS)}")
-    parser.add_argument(
-        "--task", action="append", type=str, required=True, help=f"one of {', '.join(TASKS)}; repeat it for several"
-    )
+    parser.add_tasks(f"one of {', '.join(TASKS)}", required=True)
     parser.add_argument("--episodes", type=int, required=True, help="successful demonstrations to record per task")
     parser.add_argument("--out", type=str, required=True, help="folder of the data set to be")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other init states and other noise")
     parser.add_argument("--noise", type=float, default=0.25, help="disturbance of the executed actions, action units")
     parser.add_argument("--workers", type=int, default=available_cpus(), help="simulator processes")
     parser.add_argument("--image_size", type=int, default=64, help="side of both images, pixels")
-    parser.add_argument(
-        "--overwrite", action=ActionYesNo, nargs="?", default=False, help="replace a data set that is already there"
-    )
+    parser.add_overwrite("replace a data set that is already there")
     return parser
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import auto_cli
 
 from soma_lightning import envs
+from soma_lightning.cli.parser import CommandParser
 from soma_lightning.evaluation import EvaluationSettings, evaluate
 from soma_lightning.models.registry import get_model, load_extensions
 
@@ -105,9 +105,20 @@ def print_results(results: dict[str, Any], out: Path) -> None:
     print(f"written: {out / 'results.json'}, {out / 'success.png'}")
 
 
+def build_parser() -> CommandParser:
+    """The options of `soma eval`: the arguments of `evaluate_policy`."""
+    parser = CommandParser("eval", __doc__)
+    parser.add_function_arguments(evaluate_policy, skip={"tasks", "overwrite"})
+    parser.add_tasks("task of the environment; all of them when left out")
+    parser.add_overwrite("discard an earlier evaluation in --out")
+    return parser
+
+
 def main(argv: list[str]) -> int:
+    """Returns the exit status: 2 for a wrong command line or bad input."""
+    options = build_parser().parse_args(argv).as_dict()
     try:
-        auto_cli(evaluate_policy, args=argv, as_positional=False)
+        evaluate_policy(tasks=options.pop("task"), **options)
     except (ValueError, FileNotFoundError, KeyError, ImportError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -11,12 +11,12 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, TQDMProgressBar
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import soma_lightning
-from soma_lightning.cli.parser import SomaParser
+from soma_lightning.cli.parser import ShortErrors
 from soma_lightning.imports import is_available
 from soma_lightning.models.registry import load_extensions
 from soma_lightning.plots import learning_curve
@@ -55,6 +55,10 @@ def resolve_configs(argv: list[str]) -> Iterator[str]:
         else:
             expect_value = argument in ("--config", "-c")
             yield argument
+
+
+class SomaParser(ShortErrors, LightningArgumentParser):
+    """LightningCLI's parser with short errors."""
 
 
 class LearningCurve(Callback):
@@ -122,6 +126,7 @@ def main(argv: list[str]) -> int:
             subclass_mode_model=True,
             subclass_mode_data=True,
             parser_class=SomaParser,
+            parser_kwargs={"allow_abbrev": False},
             save_config_kwargs={"overwrite": True},
             trainer_defaults={"callbacks": [LearningCurve()], "strategy": "somaspeed"},
             auto_configure_optimizers=False,

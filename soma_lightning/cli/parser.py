@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NoReturn, get_type_hints
 
-from lightning.pytorch.cli import LightningArgumentParser
+from jsonargparse import ActionYesNo, ArgumentParser
 
 UNKNOWN_OPTION = (
     re.compile(r"does not accept option '([^']+)'"),
@@ -60,14 +60,27 @@ def explain(message: str, known: Iterable[str]) -> str:
     return f"{cause.group(1)}: {textwrap.dedent(cause.group(2)).strip()}" if cause else message
 
 
-class SomaParser(LightningArgumentParser):
-    """LightningCLI's parser with short errors; the full list of options is one `--help` away."""
+class ShortErrors:
+    """Mixin of jsonargparse parsers: one line of error; the full list of options is one `--help` away."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         source: Any = getattr(ex, "subcommand_parser", None) or self
-        known = {action.dest for action in source._actions} | {action.dest for action in self._actions}
-        print(
-            f"error: {explain(message, known)}\nsoma {' '.join(sys.argv[1:2])} --help lists every option.",
-            file=sys.stderr,
-        )
+        parsers: tuple[Any, ...] = (source, self)
+        known = {action.dest for parser in parsers for action in parser._actions}
+        print(f"error: {explain(message, known)}\n{source.prog} --help lists every option.", file=sys.stderr)
         sys.exit(2)
+
+
+class CommandParser(ShortErrors, ArgumentParser):
+    """The parser of one command: whole option names only, short errors."""
+
+    def __init__(self, command: str, description: str | None) -> None:
+        super().__init__(prog=f"soma {command}", description=description, allow_abbrev=False)
+
+    def add_tasks(self, help_text: str, *, required: bool = False) -> None:
+        """`--task NAME`, repeated for several; the parsed name is `task`, a list."""
+        self.add_argument("--task", action="append", type=str, required=required, help=f"{help_text}; repeatable")
+
+    def add_overwrite(self, help_text: str) -> None:
+        """`--overwrite`, bare or with true/false."""
+        self.add_argument("--overwrite", action=ActionYesNo, nargs="?", default=False, help=help_text)
