@@ -23,6 +23,8 @@ from soma_kernels.attention.reference import attention_reference
 
 __all__ = ["ContextKV", "attention", "attention_path"]
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class ContextKV(NamedTuple):
     """Keys and values that T query rows share, for example the frozen prefix of a VLA.
@@ -63,11 +65,16 @@ def attention(
     context are summed over the T rows that share it; it cannot be differentiated twice. Under autocast the inputs are
     cast to the autocast dtype, as torch's scaled_dot_product_attention does.
 
-    Raises ValueError when shapes, dtypes or devices do not fit together, TypeError for DTensors.
+    Raises ValueError when shapes, dtypes or devices do not fit together, TypeError for DTensors, for a context that is
+    no ContextKV and for a tensor as scale.
     """
     tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v}
     context_mask: Tensor | None = None
+    if isinstance(scale, Tensor):
+        raise TypeError("scale is a tensor, and no gradient flows to the scale; pass a number")
     if context is not None:
+        if not isinstance(context, ContextKV):
+            raise TypeError(f"context must be ContextKV(k, v, mask), got {type(context).__name__}")
         tensors |= {"context.k": context.k, "context.v": context.v}
         context_mask = context.mask
     _check_presence(tensors, context, key_mask)
@@ -98,6 +105,9 @@ def _check_presence(tensors: dict[str, Tensor | None], context: ContextKV | None
         raise ValueError(f"attention got {given} without {missing}; pass both, or neither with a context")
     if context is None and tensors["k"] is None:
         raise ValueError("attention got no keys; pass k and v, or context=ContextKV(k, v, mask)")
+    absent = [name for name in ("context.k", "context.v") if name in tensors and tensors[name] is None]
+    if absent:
+        raise ValueError(f"the context has no {' and no '.join(absent)}; pass ContextKV(k, v, mask), or context=None")
     if key_mask is not None and tensors["k"] is None:
         raise ValueError("key_mask masks the own keys, but k is None; the context's mask goes into ContextKV(mask=...)")
 
@@ -116,8 +126,10 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} has dtype {x.dtype}, but q has {q.dtype}; cast one of them")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
-    if not q.is_floating_point():
-        raise ValueError(f"q must be floating point, got {q.dtype}")
+    if q.dtype not in _DTYPES:
+        raise ValueError(f"q must be one of {', '.join(map(str, _DTYPES))}, got {q.dtype}")
+    if q.shape[-1] == 0:
+        raise ValueError(f"q has head size 0, shape {tuple(q.shape)}")
 
 
 def _check_shapes(tensors: dict[str, Tensor | None]) -> None:

@@ -375,7 +375,11 @@ def wrong_calls() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "key_mask alone", {"q": q, "context": ContextKV(ck, cv), "key_mask": mask}, "k is None"
     yield "three dims", {**own, "q": q[0]}, r"q must be \[rows, heads, length, head size\]"
     yield "dtype", {**own, "k": k.float(), "v": v.float()}, "k has dtype torch.float32, but q has torch.float64"
-    yield "integers", {name: tensor.long() for name, tensor in own.items()}, "floating point"
+    yield "integers", {name: tensor.long() for name, tensor in own.items()}, "q must be one of"
+    yield "float8", {n: t.to(torch.float8_e4m3fn) for n, t in own.items()}, "torch.float16, got torch.float8_e4m3fn"
+    yield "empty heads", {name: tensor[..., :0] for name, tensor in own.items()}, "head size 0"
+    yield "empty context", {**own, "context": ContextKV(None, None)}, "no context.k and no context.v"  # type: ignore[arg-type]
+    yield "half a context", {**own, "context": ContextKV(ck, None)}, "the context has no context.v"  # type: ignore[arg-type]
     yield "device", {**own, "v": v.to("meta")}, "v is on meta, but q is on cpu"
     yield "k and v", {**own, "v": v[:, :, :2]}, "k and v must have one shape"
     yield (
@@ -400,6 +404,14 @@ def wrong_calls() -> Iterator[tuple[str, dict[str, Any], str]]:
 def test_wrong_arguments_say_what_is_wrong(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention(**arguments)
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    x = make_inputs(True, True, T=1, Hq=2, Hkv=1)
+    with pytest.raises(TypeError, match="context must be ContextKV.*got tuple"):
+        attention(x["q"], context=(x["ck"], x["cv"]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no gradient flows to the scale"):
+        attention(x["q"], x["k"], x["v"], scale=torch.tensor(0.5, requires_grad=True))  # type: ignore[arg-type]
 
 
 def test_distributed_tensors_are_refused() -> None:
