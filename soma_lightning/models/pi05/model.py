@@ -71,7 +71,8 @@ class PI05Model(nn.Module):
 
         images: one float [B, 3, R, R] in -1..1 a camera slot; image_masks: one bool [B] a slot, True = readable;
         tokens: int64 [B, L]; token_mask: bool [B, L]. Slots that are masked in every row are not computed and may be
-        left out. Masks may live on the CPU while the model does not: then nothing waits for the device.
+        left out; a masked image may hold anything, NaN included. Masks may live on the CPU while the model does not:
+        then nothing waits for the device.
         compact: readable tokens move to the front and the sequence is cut to the longest row. Exact, because masked
         tokens take no position and are never read; False keeps the padded shape (for static shapes).
 

@@ -141,13 +141,6 @@ class PI05Policy(BasePolicy):
         """The largest modules of which no parameter trains."""
         return self.model.frozen_modules()
 
-    def train(self, mode: bool = True) -> PI05Policy:
-        """Like nn.Module.train, but frozen modules stay in eval mode."""
-        super().train(mode)
-        for module in self.frozen_modules():
-            module.eval()
-        return self
-
     def backbone_hash(self) -> str:
         """SHA-256 of every backbone tensor (the part that trainable="expert" freezes): name, dtype, shape and bytes."""
         digest = hashlib.sha256()

@@ -42,6 +42,7 @@ class _Packing:
     """Which tokens of the padded sequence [camera 0 | camera 1 | ... | prompt] are computed, and in which order."""
 
     cameras: list[int]  # the cameras that run through the vision tower
+    rows: list[Tensor | None]  # bool [B] a camera: rows that have it; None when all do
     num_prompt_tokens: int  # prompt columns kept
     order: Tensor | None  # int64 [B, P]: gathers readable tokens to the front; None when they are there already
     mask: Tensor | None  # bool [B, P]
@@ -185,7 +186,8 @@ class PI05Prefix(nn.Module):
         # The Gemma embedding multiplies by sqrt(W) itself; image features are used as they are.
         parts = [self.paligemma.get_input_embeddings()(tokens[:, : packing.num_prompt_tokens]).to(dtype)]
         if packing.cameras:
-            pixels = torch.stack([images[c].to(tokens.device) for c in packing.cameras], dim=1).flatten(0, 1)
+            pixels = torch.stack([_readable(images[c], packing.rows[c], tokens.device) for c in packing.cameras], dim=1)
+            pixels = pixels.flatten(0, 1)
             features = self.paligemma.get_image_features(pixels).pooler_output
             parts.insert(0, features.to(dtype).view(tokens.shape[0], -1, features.shape[-1]))
         x = torch.cat(parts, dim=1)
@@ -213,6 +215,7 @@ class PI05Prefix(nn.Module):
             row = int(lengths.argmin())
             raise ValueError(f"row {row} has neither a readable image nor a readable prompt token; every row needs one")
         cameras = [c for c in range(C) if some[c] or not compact]
+        rows = [None if all_rows[c] else image_masks[c] for c in range(C)]
         num_prompt_tokens = last_column if compact else L
         valid = torch.cat([cameras_BC[:, cameras].repeat_interleave(self.image_tokens, 1), token_mask], dim=1)
         valid = valid[:, : len(cameras) * self.image_tokens + num_prompt_tokens].to(device)
@@ -220,13 +223,13 @@ class PI05Prefix(nn.Module):
         mask = None if shortest == valid.shape[1] else valid
         if not compact:
             positions = (valid.cumsum(1) - 1).clamp_(min=0)
-            return _Packing(cameras, num_prompt_tokens, None, mask, positions, lengths)
+            return _Packing(cameras, rows, num_prompt_tokens, None, mask, positions, lengths)
         order = None
         if not (right_padded and all(all_rows[c] for c in cameras)):
             order = valid.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :longest]
             mask = None if shortest == longest else torch.arange(longest, device=device) < lengths[:, None]
         positions = torch.arange(longest, device=device)[None]
-        return _Packing(cameras, num_prompt_tokens, order, mask, positions, lengths)
+        return _Packing(cameras, rows, num_prompt_tokens, order, mask, positions, lengths)
 
     def _check(self, images: list[Tensor], image_masks: list[Tensor], tokens: Tensor, token_mask: Tensor) -> None:
         if len(images) != len(image_masks):
@@ -245,6 +248,15 @@ class PI05Prefix(nn.Module):
                 raise ValueError(f"images[{c}] must be [B, 3, R, R] = {(B, 3, R, R)}, got {tuple(image.shape)}")
             if mask.shape != (B,):
                 raise ValueError(f"image_masks[{c}] must be [B] = {(B,)}, got {tuple(mask.shape)}")
+
+
+def _readable(image: Tensor, rows: Tensor | None, device: torch.device) -> Tensor:
+    """The image on `device`, zero in the rows that lack it.
+
+    Their tokens are masked, but 0 * NaN is NaN: what an absent camera holds must not reach the network.
+    """
+    image = image.to(device)
+    return image if rows is None else image.where(rows.to(device)[:, None, None, None], 0.0)
 
 
 def _match_encoder_dtype(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -195,6 +195,25 @@ def test_an_empty_camera_is_never_run_and_may_be_left_out() -> None:
     assert torch.equal(v, velocity(model, without))
 
 
+@pytest.mark.parametrize("trainable", ["expert", "all"])
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_masked_image_may_hold_nan(compact: bool, trainable: str) -> None:
+    model = small_model(trainable=trainable)
+    images, masks, tokens, token_mask = make_inputs(
+        [L, 3, 5], [[True, False, False], [False, True, False], [True, True, False]]
+    )
+    poisoned = [image.where(mask[:, None, None, None], torch.nan) for image, mask in zip(images, masks, strict=True)]
+    results = []
+    for pictures in (images, poisoned):
+        v = velocity(model, (pictures, masks, tokens, token_mask), compact=compact)
+        model.zero_grad()
+        v.square().sum().backward()
+        results.append((v, [p.grad for p in model.parameters() if p.grad is not None]))
+    (expected, expected_grads), (got, grads) = results
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-5, atol=1e-5)
+
+
 def test_the_last_layer_computes_keys_and_values_only() -> None:
     model = small_model()
     language = model.prefix.paligemma.language_model
