@@ -194,7 +194,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Rolls `policy` out on every (task, initial state) of `settings` and writes the results into `out`.
 
-    policy: a policy with `predict_action_batch`, `noise_shape` and `report_facts`. An interrupted evaluation goes on
+    policy: a policy with `predict_action_batch`, `noise_shape`, `backbone_hash` and `report_facts`. An interrupted evaluation goes on
     where it stopped. Writes results.json, success.png, videos/*.mp4 and contact_sheet.png; returns the results.
     Raises ValueError when more steps are to be executed than the policy predicts, for unknown tasks, and when `out`
     holds an evaluation with other settings.
@@ -221,7 +221,7 @@ def evaluate(
         if frames:
             _keep_frames(out, rollout, frames)
     results = summarize(settings, done)
-    results["policy"] = {"path": settings.policy, **policy.report_facts()}
+    results["policy"] = {"path": settings.policy, "backbone_hash": policy.backbone_hash(), **policy.report_facts()}
     results["versions"] = {"soma_lightning": __version__, "torch": torch.__version__, "numpy": np.__version__}
     results["seconds"] = {"wall": time.perf_counter() - begin, "episodes_run": len(todo), **runner.seconds}
     _write_json(out / RESULTS, results)

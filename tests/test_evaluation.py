@@ -66,6 +66,9 @@ class NoisePolicy:
         assert len(observation["task_descriptions"]) == len(noise)
         return noise.numpy(), {}
 
+    def backbone_hash(self) -> str:
+        return "none"
+
     def report_facts(self) -> dict:
         return {"kind": "noise"}
 

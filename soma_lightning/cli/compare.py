@@ -32,7 +32,8 @@ def compare(results: list[str], out: str, task: str | None = None, claim_best: s
     )
     for row in rows:
         low, high = row["wilson95"]
-        print(f"{row['label']:<24}{row['successes']:>4}/{row['episodes']:<4} 95 % interval {low:.3f} to {high:.3f}")
+        count = f"{row['successes']}/{row['episodes']}"
+        print(f"{row['label']:<20}{count:>8}  95 % {low:.3f} to {high:.3f}  backbone {row['backbone'][:12]}")
     verdict = None
     if claim_best is not None:
         best = next(row for row in rows if row["label"] == claim_best)
@@ -53,13 +54,14 @@ def read_row(entry: str, task: str | None) -> dict[str, Any]:
     path = Path(folder) / "results.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; run soma eval --out {folder} first")
-    tasks = json.loads(path.read_text())["tasks"]
+    results = json.loads(path.read_text())
+    tasks = results["tasks"]
     if task is None and len(tasks) != 1:
         raise ValueError(f"{path} has the tasks {sorted(tasks)}; choose one with --task")
     name = task or next(iter(tasks))
     if name not in tasks:
         raise ValueError(f"{path} has no task {name!r}; it has {sorted(tasks)}")
-    return {"label": label, "task": name, **tasks[name]}
+    return {"label": label, "task": name, "backbone": results["policy"]["backbone_hash"], **tasks[name]}
 
 
 def main(argv: list[str]) -> int:

@@ -80,14 +80,8 @@ class PolicyModule(LightningModule):
 
     # -- frozen parts -----------------------------------------------------------------------------------------------
 
-    def train(self, mode: bool = True) -> PolicyModule:
-        """Frozen modules stay in eval mode whatever is asked for (dropout, running statistics)."""
-        super().train(mode)
-        for module in self.policy.frozen_modules():
-            module.eval()
-        return self
-
     def _check_frozen(self) -> None:
+        """The policy keeps its frozen modules in eval mode; a callback or an override may not."""
         for module in self.policy.frozen_modules():
             left = [name for name, part in module.named_modules() if part.training]
             if left:

@@ -19,7 +19,7 @@ def write_evaluation(folder: Path, successes: int, episodes: int = 100, first: i
         "wilson95": list(wilson_interval(successes, episodes)),
         "init_states": list(range(first, first + episodes)),
     }
-    (folder / "results.json").write_text(json.dumps({"tasks": {"pick": task}}))
+    (folder / "results.json").write_text(json.dumps({"tasks": {"pick": task}, "policy": {"backbone_hash": "0"}}))
     return folder
 
 

@@ -1,0 +1,28 @@
+"""The claim of the README with its controls, on a seed of its own: the frozen path is what learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_stage_two_beats_its_controls(tmp_path: Path):
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.pop("OMP_NUM_THREADS", None)
+    for script in ("demo.sh", "controls.sh"):
+        command = ["bash", str(ROOT / "recipes" / script), str(tmp_path), "2"]
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    verdict = json.loads((tmp_path / "controls.json").read_text())
+    assert verdict["claim"] == {"best": "stage 2", "beats": ["stage 1", "blind", "random backbone"], "holds": True}
+    backbone = {row["label"]: row["backbone"] for row in verdict["rows"]}
+    assert backbone["stage 2"] == backbone["stage 1"] == backbone["blind"] != backbone["random backbone"]
