@@ -83,12 +83,12 @@ class PolicyModule(LightningModule):
     def _check_frozen(self) -> None:
         """The policy keeps its frozen modules in eval mode; a callback or an override may not."""
         for module in self.policy.frozen_modules():
-            left = [name for name, part in module.named_modules() if part.training]
-            if left:
-                raise RuntimeError(f"frozen modules were switched to training mode: {left[:5]}")
             thawed = [name for name, p in module.named_parameters() if p.requires_grad or p.grad is not None]
             if thawed:
                 raise RuntimeError(f"frozen parameters require grad or hold a gradient: {thawed[:5]}")
+            left = [name for name, part in module.named_modules() if part.training]
+            if left:
+                raise RuntimeError(f"frozen modules were switched to training mode: {left[:5]}")
 
     def on_train_start(self) -> None:
         self._check_frozen()
