@@ -16,6 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from soma_lightning.contract import IMAGE_PREFIX
+
 CODEBASE_VERSION = "v3.0"
 INFO_FILE = "meta/info.json"
 STATS_FILE = "meta/stats.json"
@@ -132,12 +134,14 @@ def load_info(root: Path) -> DatasetInfo:
     for key in ("fps", "features", "total_episodes", "total_frames"):
         if key not in raw:
             raise DatasetFormatError(f"{path} has no '{key}'; it has {sorted(raw)}")
+    if not isinstance(raw["features"], Mapping):
+        raise DatasetFormatError(f"{path}: features={raw['features']!r} must be an object of columns")
     return DatasetInfo(
         fps=_positive_integer(path, "fps", raw["fps"]),
         features={key: _parse_feature(path, key, value) for key, value in raw["features"].items()},
         total_episodes=_positive_integer(path, "total_episodes", raw["total_episodes"]),
         total_frames=_positive_integer(path, "total_frames", raw["total_frames"]),
-        data_path=raw.get("data_path") or DATA_PATH,
+        data_path=_data_path(path, raw.get("data_path")),
         robot_type=raw.get("robot_type"),
     )
 
@@ -155,18 +159,39 @@ def _check_version(path: Path, version: object) -> None:
 
 
 def _positive_integer(path: Path, key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+    number = int(value) if isinstance(value, float) and value.is_integer() else value  # JSON may say 20.0
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**63:
         raise DatasetFormatError(f"{path}: {key}={value!r} must be a positive integer")
-    return int(value)
+    return number
+
+
+def _data_path(path: Path, value: object) -> str:
+    """The pattern of data files; None means the usual one."""
+    if value is None:
+        return DATA_PATH
+    try:
+        name = value.format(chunk_index=0, file_index=0) if isinstance(value, str) else ""
+    except (KeyError, IndexError, ValueError):
+        name = ""
+    if not name:
+        raise DatasetFormatError(
+            f"{path}: data_path={value!r} is no pattern of chunk_index and file_index: {DATA_PATH!r}"
+        )
+    return str(value)
 
 
 def _parse_feature(path: Path, key: str, value: object) -> Feature:
     if not isinstance(value, Mapping) or "dtype" not in value or "shape" not in value:
         raise DatasetFormatError(f"{path}: feature '{key}' needs 'dtype' and 'shape', found {value!r}")
     shape = value["shape"]
-    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
-        raise DatasetFormatError(f"{path}: feature '{key}' has shape {shape!r}, expected a list of integers")
-    return Feature(key, str(value["dtype"]), tuple(shape), value.get("names"))
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size > 0 for size in shape):
+        raise DatasetFormatError(f"{path}: feature '{key}' has shape {shape!r}, expected a list of positive integers")
+    feature = Feature(key, str(value["dtype"]), tuple(shape), value.get("names"))
+    if feature.is_image and len(shape) != 3:
+        raise DatasetFormatError(f"{path}: image feature '{key}' has shape {shape!r}, expected 3 sizes")
+    if key.startswith(IMAGE_PREFIX) and feature.dtype not in ("image", "video"):
+        raise DatasetFormatError(f"{path}: camera '{key}' has dtype '{feature.dtype}', expected 'image' or 'video'")
+    return feature
 
 
 def load_tasks(root: Path) -> list[str]:

@@ -185,7 +185,7 @@ def load_statistics(path: str | Path) -> Statistics:
             dtype = np.int64 if name == "count" else np.float64
             try:
                 statistics[feature][name] = np.atleast_1d(np.asarray(values, dtype=dtype))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise ValueError(f"{file}: '{feature}/{name}' is no array of numbers: {error}") from error
     return statistics
 

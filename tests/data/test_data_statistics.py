@@ -107,6 +107,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("[1]", "must hold"),
         ('{"action": [1]}', "must hold"),
         ('{"action": {"mean": "high"}}', "'action/mean' is no array of numbers"),
+        ('{"action": {"count": [Infinity]}}', "'action/count' is no array of numbers"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
