@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from soma_lightning.contract import ACTION, ACTION_IS_PAD
@@ -76,16 +76,21 @@ class PolicyModule(LightningModule):
         self.policy = policy
         self.training_config = training
         self.draw_seed = torch.initial_seed()
+        self._frozen: list[nn.Module] = policy.frozen_modules()  # as built: a callback that thaws one is caught
         self._ema = TrainableEMA(training.ema_decay) if training.ema_decay is not None else None
 
     # -- frozen parts -----------------------------------------------------------------------------------------------
 
     def _check_frozen(self) -> None:
-        """The policy keeps its frozen modules in eval mode; a callback or an override may not."""
-        for module in self.policy.frozen_modules():
-            thawed = [name for name, p in module.named_parameters() if p.requires_grad or p.grad is not None]
-            if thawed:
-                raise RuntimeError(f"frozen parameters require grad or hold a gradient: {thawed[:5]}")
+        """The policy keeps its frozen modules in eval mode and out of the optimizer; a callback may not."""
+        optimized = {id(p) for o in self.trainer.optimizers for group in o.param_groups for p in group["params"]}
+        for module in self._frozen:
+            for name, p in module.named_parameters():
+                if p.requires_grad or p.grad is not None or id(p) in optimized:
+                    raise RuntimeError(
+                        f"the frozen parameter {name} requires grad, holds a gradient or is in an optimizer; to train "
+                        "more of the policy build it with trainable='all' instead of thawing parts of it"
+                    )
             left = [name for name, part in module.named_modules() if part.training]
             if left:
                 raise RuntimeError(f"frozen modules were switched to training mode: {left[:5]}")

@@ -67,17 +67,31 @@ def test_frozen_parts_stay_in_eval_mode_after_validation(make_run):
     assert module.policy.model.expert.training
 
 
-def test_a_thawed_backbone_is_caught(make_run):
+def thaw(module: PI05Module) -> None:
+    module.policy.model.prefix.requires_grad_(True)
+
+
+def add_to_optimizer(module: PI05Module) -> None:
+    module.trainer.optimizers[0].add_param_group({"params": list(module.policy.model.prefix.parameters())})
+
+
+@pytest.mark.parametrize(("damage", "message"), [(thaw, "requires grad"), (add_to_optimizer, "is in an optimizer")])
+@pytest.mark.parametrize("moment", ["on_fit_start", "on_validation_end"])
+def test_a_callback_that_thaws_the_backbone_is_caught(make_run, damage, message: str, moment: str):
+    trainer, module, data = make_run("run", val_check_interval=2, check_val_every_n_epoch=None, limit_val_batches=1)
+    callback = L.Callback()
+    setattr(callback, moment, lambda trainer, module: damage(module))
+    trainer.callbacks.insert(0, callback)
+    with pytest.raises(RuntimeError, match=message):
+        trainer.fit(module, data)
+
+
+def test_a_backbone_in_training_mode_is_caught(make_run):
     trainer, module, data = make_run("run")
-    frozen = module.policy.frozen_modules()
-    module.policy.frozen_modules = lambda: frozen
-
-    class Thaw(L.Callback):
-        def on_fit_start(self, trainer, module):
-            next(frozen[0].parameters()).requires_grad_(True)
-
-    trainer.callbacks.insert(0, Thaw())
-    with pytest.raises(RuntimeError, match="frozen parameters require grad"):
+    callback = L.Callback()
+    callback.on_train_start = lambda trainer, module: module.policy.model.prefix.paligemma.vision_tower.encoder.train()
+    trainer.callbacks.insert(0, callback)
+    with pytest.raises(RuntimeError, match="switched to training mode"):
         trainer.fit(module, data)
 
 
