@@ -195,8 +195,8 @@ def evaluate(
     """Rolls `policy` out on every (task, initial state) of `settings` and writes the results into `out`.
 
     policy: a policy with `predict_action_batch`, `noise_shape`, `backbone_hash` and `report_facts`. An interrupted
-    evaluation goes on where it stopped. Writes results.json, success.png, videos/*.mp4 and contact_sheet.png; returns the results.
-    Raises ValueError when more steps are to be executed than the policy predicts, for unknown tasks, and when `out`
+    evaluation goes on where it stopped. Writes results.json, success.png, videos/*.mp4 and contact_sheet.png; returns
+    the results. Raises ValueError when more steps are to be executed than the policy predicts, for unknown tasks, and when `out`
     holds an evaluation with other settings.
     """
     chunk_size = policy.noise_shape[0]
