@@ -1,0 +1,47 @@
+"""Fine-tuning pi0.5 on one CUDA device: the same numbers as on the CPU, and device times in the log."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def first_steps(make_run, accelerator: str, **trainer) -> tuple:
+    run, module, data = make_run(accelerator, accelerator=accelerator, log_every_n_steps=1, **trainer)
+    run.fit(module, data)
+    return run, module
+
+
+def test_expert_and_prefix_train_on_the_device(make_run):
+    run, module = first_steps(make_run, "gpu")
+    assert module.device.type == "cuda"
+    assert torch.isfinite(run.logged_metrics["train_loss"])
+    assert run.logged_metrics["forward_ms"] > 0
+    assert run.logged_metrics["backward_ms"] > 0
+
+
+def test_validation_agrees_with_the_cpu(make_run, monkeypatch: pytest.MonkeyPatch):
+    """Noise is drawn on the device, so the same draws are handed to both."""
+    losses = {}
+    draws = {name: torch.Generator().manual_seed(3) for name in ("cpu", "gpu")}
+    for accelerator in ("cpu", "gpu"):
+        run, module, data = make_run(accelerator, accelerator=accelerator)
+        chunk, width = module.policy.noise_shape
+
+        def forward(batch, *, generator, policy=module.policy, draw=draws[accelerator], **_):
+            rows = len(batch["action"])
+            noise = torch.randn(rows, chunk, width, generator=draw)
+            time = torch.rand(rows, generator=draw)
+            return type(policy).sft_forward(policy, batch, noise=noise.to(policy.device), time=time.to(policy.device))
+
+        monkeypatch.setattr(module.policy, "sft_forward", forward)
+        losses[accelerator] = run.validate(module, data, verbose=False)[0]["val_loss"]
+    assert losses["gpu"] == pytest.approx(losses["cpu"], rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_low_precision_trains(make_run, precision: str):
+    run, _ = first_steps(make_run, "gpu", precision=precision)
+    assert torch.isfinite(run.logged_metrics["train_loss"])
