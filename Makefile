@@ -45,8 +45,8 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp
 
 # Off-screen rendering: as root the libraries are installed, otherwise the command prints the line to run.
 gl: $(VENV)/.stamp
-	@$(BIN)/python -m soma_lightning.envs.rendering --quiet || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	  apt-get update -qq && apt-get install -y -qq $(GL_PACKAGES) && $(BIN)/python -m soma_lightning.envs.rendering --quiet; }
+	@$(BIN)/python -m soma_lightning.envs.rendering || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  apt-get update -qq && apt-get install -y -qq $(GL_PACKAGES) && $(BIN)/python -m soma_lightning.envs.rendering; }
 
 clean:
 	rm -rf $(VENV) outputs build dist *.egg-info
