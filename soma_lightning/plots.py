@@ -94,7 +94,8 @@ def write_video(frames: Sequence[np.ndarray], path: Path, fps: int) -> Path:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     factor = max(1, 256 // frames[0].shape[0])
-    with av.open(str(path), "w") as container:
+    partial = path.with_suffix(".partial")
+    with av.open(str(partial), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=fps)
         height, width = (factor * size // 2 * 2 for size in frames[0].shape[:2])
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
@@ -102,4 +103,4 @@ def write_video(frames: Sequence[np.ndarray], path: Path, fps: int) -> Path:
             large = np.repeat(np.repeat(frame, factor, 0), factor, 1)[:height, :width]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(large), format="rgb24")))
         container.mux(stream.encode())
-    return path
+    return partial.replace(path)

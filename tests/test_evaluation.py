@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from soma_lightning import plots
 from soma_lightning.envs.base import ChunkOutcome, Episode
 from soma_lightning.evaluation import (
     EPISODES,
@@ -66,8 +67,17 @@ class NoisePolicy:
         assert len(observation["task_descriptions"]) == len(noise)
         return noise.numpy(), {}
 
+    def __init__(self, weight: float = 0.0) -> None:
+        self.weight = torch.tensor([weight])
+
     def backbone_hash(self) -> str:
         return "none"
+
+    def describe(self) -> dict:
+        return {"config": "noise"}
+
+    def state_dict(self) -> dict:
+        return {"weight": self.weight}
 
     def report_facts(self) -> dict:
         return {"kind": "noise"}
@@ -142,26 +152,133 @@ def test_more_executed_steps_than_the_chunk(tmp_path: Path):
 
 
 def test_unknown_task(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"unknown tasks \['sweep'\].*pick"):
+    with pytest.raises(ValueError, match=r"unknown task 'sweep'; known: push, pick"):
         evaluate(NoisePolicy(), CountingEnvs(1), settings(tasks=("sweep",)), tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"episodes": 0}, {"executed_steps": 0}, {"first_init_state": -1}, {"tasks": ()}])
-def test_impossible_settings(change: dict):
-    with pytest.raises(ValueError, match=r"must|no task"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"episodes": 0}, "episodes=0 must be at least 1"),
+        ({"executed_steps": 0}, "executed_steps=0 must be at least 1"),
+        ({"denoising_steps": 0}, "denoising_steps=0 must be at least 1"),
+        ({"first_init_state": -1}, "first_init_state=-1 must not be negative"),
+        ({"seed": -1}, "seed=-1 must not be negative"),
+        ({"recorded": -1}, "recorded=-1 must not be negative"),
+        ({"tasks": ()}, "no task given"),
+        ({"tasks": ("push", "push")}, "name one task twice"),
+    ],
+)
+def test_impossible_settings(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
         settings(**change)
 
 
-def test_noise_differs_between_everything_it_depends_on():
-    used = settings()
-    draws = [
-        draw_noise(used, Episode("pick", 0), 0, (3,)),
-        draw_noise(used, Episode("pick", 0), 1, (3,)),
-        draw_noise(used, Episode("pick", 1), 0, (3,)),
-        draw_noise(used, Episode("push", 0), 0, (3,)),
-        draw_noise(settings(seed=1), Episode("pick", 0), 0, (3,)),
-    ]
-    assert len({tuple(draw.tolist()) for draw in draws}) == 5
+def test_other_weights_under_the_same_path_are_refused(tmp_path: Path):
+    first = evaluate(NoisePolicy(), CountingEnvs(2), settings(), tmp_path)
+    with pytest.raises(ValueError, match=r"other settings \(the policy's weights or statistics\)"):
+        evaluate(NoisePolicy(weight=1.0), CountingEnvs(2), settings(), tmp_path)
+    moved = evaluate(NoisePolicy(), CountingEnvs(2), settings(policy="elsewhere/p"), tmp_path)
+    assert moved["seconds"]["episodes_run"] == 0
+    assert outcome_of(moved) == outcome_of(first)
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+def test_overwrite_loses_nothing_before_there_is_something_new(tmp_path: Path):
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(), tmp_path)
+    before = files_of(tmp_path)
+    with pytest.raises(RuntimeError, match="simulator died"):
+        evaluate(NoisePolicy(), CountingEnvs(2, fail_after=0), settings(seed=1), tmp_path, overwrite=True)
+    assert files_of(tmp_path) == before
+
+
+def test_overwrite_leaves_no_file_of_the_earlier_evaluation(tmp_path: Path):
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(recorded=3), tmp_path)
+    (tmp_path / "videos" / "notes.txt").write_text("mine")
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(seed=1, tasks=("pick",)), tmp_path, overwrite=True)
+    videos = sorted(path.name for path in (tmp_path / "videos").iterdir())
+    assert [name.split("_")[:2] for name in videos[1:]] == [["pick", "0000"], ["pick", "0000"]]
+    assert videos[0] == "notes.txt"
+
+
+def test_recorded_frames_of_an_episode_that_was_not_finished_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = evaluate(NoisePolicy(), CountingEnvs(1), settings(), tmp_path / "whole")
+
+    def killed(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plots, "write_video", killed)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(NoisePolicy(), CountingEnvs(1), settings(), tmp_path / "parts")
+    resumed = evaluate(NoisePolicy(), CountingEnvs(1), settings(), tmp_path / "parts")
+    assert outcome_of(resumed) == outcome_of(whole)
+    names = [sorted(path.name for path in (tmp_path / run / "videos").iterdir()) for run in ("whole", "parts")]
+    assert names[0] == names[1]
+    assert len(names[0]) == 4
+
+
+def test_one_process_at_a_time(tmp_path: Path):
+    class Nested(CountingEnvs):
+        def reset(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
+            with pytest.raises(ValueError, match=r"another evaluation is writing into .*; wait for it"):
+                evaluate(NoisePolicy(), CountingEnvs(2), settings(), tmp_path)
+            super().reset(slots, episodes)
+
+    evaluate(NoisePolicy(), Nested(2), settings(), tmp_path)
+    assert len((tmp_path / EPISODES).read_text().splitlines()) == 14
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("settings.json", "{", r"settings.json is no valid JSON .*--overwrite"),
+        ("settings.json", "[]", "settings.json holds no JSON object"),
+        ("settings.json", None, r"episodes.jsonl lies there without settings.json"),
+        (EPISODES, "{}\n", "episodes.jsonl, line 1 is no finished episode"),
+        (EPISODES, '{"task": 1}{\n', "episodes.jsonl, line 1 is no finished episode"),
+        (EPISODES, "twice", "episodes.jsonl holds an episode twice"),
+    ],
+)
+def test_damaged_files_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: str | None, message: str
+):
+    monkeypatch.setattr("soma_lightning.evaluation._draw", lambda out, results: None)  # pictures are not at stake here
+    small = settings(recorded=0)
+    evaluate(NoisePolicy(), CountingEnvs(2), small, tmp_path)
+    path = tmp_path / file
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(2 * path.read_text() if content == "twice" else content)
+    with pytest.raises(ValueError, match=message):
+        evaluate(NoisePolicy(), CountingEnvs(2), small, tmp_path)
+    assert evaluate(NoisePolicy(), CountingEnvs(2), small, tmp_path, overwrite=True)["seconds"]["episodes_run"] == 14
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "sub"):
+        with pytest.raises(NotADirectoryError, match="the results cannot go into .*file"):
+            evaluate(NoisePolicy(), CountingEnvs(2), settings(), out)
+
+
+def test_a_policy_that_cannot_be_evaluated(tmp_path: Path):
+    with pytest.raises(ValueError, match="SimpleNamespace cannot be evaluated: it has no predict_action_batch"):
+        evaluate(SimpleNamespace(noise_shape=(4, 7)), CountingEnvs(2), settings(), tmp_path)
+
+
+def test_ends_of_the_interval_are_exact(tmp_path: Path):
+    for episodes in (1, 2, 3, 5, 7, 10, 33, 100):
+        low, high = wilson_interval(0, episodes), wilson_interval(episodes, episodes)
+        assert (low[0], high[1]) == (0.0, 1.0)
+    rows = [("none", 0, 3, wilson_interval(0, 3)), ("all", 3, 3, wilson_interval(3, 3))]
+    assert plots.success_bars(rows, tmp_path / "bars.png", "ends").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ import torch
 
 from soma_lightning import envs
 from soma_lightning.cli.parser import CommandParser
-from soma_lightning.evaluation import EvaluationSettings, evaluate
+from soma_lightning.envs.base import require_known
+from soma_lightning.envs.rendering import RenderingUnavailableError
+from soma_lightning.envs.worker import WorkerError
+from soma_lightning.evaluation import EvaluationSettings, check_folder, evaluate
 from soma_lightning.models.registry import get_model, load_extensions
 
 
@@ -28,7 +31,7 @@ def evaluate_policy(
     recorded: int = 2,
     num_envs: int = 100,
     workers: int = 0,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
     env_options: dict[str, Any] | None = None,
     model_type: str | None = None,
     device: str = "auto",
@@ -49,29 +52,40 @@ def evaluate_policy(
         recorded: episodes per task kept as video.
         num_envs: episodes that run side by side.
         workers: simulator processes; 0 simulates in this process.
-        timeout_s: seconds after which a silent worker is given up.
+        timeout_s: seconds after which a silent worker is given up, 60 when left out; only with workers.
         env_options: further arguments of the environment, e.g. {"image_size": 64}.
         model_type: registered model type; read from the checkpoint's config.json when left out.
         device: "auto", "cpu" or "cuda".
         overwrite: discard an earlier evaluation in `out`.
     """
+    if not 0 <= workers <= num_envs or num_envs < 1:
+        raise ValueError(f"num_envs={num_envs} must be at least 1, and workers={workers} must lie in 0..num_envs")
+    if workers == 0 and timeout_s is not None:
+        raise ValueError(f"timeout_s={timeout_s} has no effect without workers; leave it out, or set workers")
+    target = pick_device(device)
+    check_folder(Path(out))
     load_extensions()
-    model: Any = get_model({"model_type": model_type or stored_type(Path(policy)), "model_path": policy})
-    model.to(pick_device(device)).eval()
-    config = model.config
-    group = envs.make_group(env, env_options or {}, num_slots=num_envs, num_workers=workers, timeout_s=timeout_s)
-    with group:
+    model_type = model_type or stored_type(Path(policy))
+    options = env_options or {}
+    seconds = 60.0 if timeout_s is None else timeout_s
+    # The environments come first: they are made in seconds, a large policy is loaded in minutes.
+    with envs.make_group(env, options, num_slots=num_envs, num_workers=workers, timeout_s=seconds) as group:
+        for task in tasks or ():
+            require_known("task", task, group.tasks)
+        model: Any = get_model({"model_type": model_type, "model_path": policy})
+        model.to(target).eval()
+        config = model.config
         settings = EvaluationSettings(
             policy=policy,
             env=env,
-            tasks=tuple(tasks or group.tasks),
-            executed_steps=executed_steps or config.n_action_steps,
-            denoising_steps=denoising_steps or config.num_inference_steps,
+            tasks=tuple(group.tasks if tasks is None else tasks),
+            executed_steps=config.n_action_steps if executed_steps is None else executed_steps,
+            denoising_steps=config.num_inference_steps if denoising_steps is None else denoising_steps,
             episodes=episodes,
             first_init_state=first_init_state,
             seed=seed,
             recorded=recorded,
-            env_options=env_options or {},
+            env_options=options,
         )
         results = evaluate(model, group, settings, Path(out), overwrite=overwrite)
     print_results(results, Path(out))
@@ -85,15 +99,25 @@ def stored_type(policy: Path) -> str:
         raise FileNotFoundError(
             f"{policy} holds no config.json, so it is no checkpoint; pass the `policy` folder that soma fit wrote"
         )
-    return str(json.loads(config.read_text()).get("type", "pi05"))
+    try:
+        stored = json.loads(config.read_text())
+    except ValueError as error:
+        raise ValueError(f"{config} is no valid JSON: {error}") from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"{config} must hold a JSON object, not {type(stored).__name__}")
+    return str(stored.get("type", "pi05"))
 
 
 def pick_device(device: str) -> torch.device:
+    """Raises ValueError for a device that torch does not know or does not see."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}, but torch sees no CUDA device; use device=cpu")
-    return torch.device(device)
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is unknown; use auto, cpu or cuda") from error
 
 
 def print_results(results: dict[str, Any], out: Path) -> None:
@@ -119,7 +143,7 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv).as_dict()
     try:
         evaluate_policy(tasks=options.pop("task"), **options)
-    except (ValueError, FileNotFoundError, KeyError, ImportError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, WorkerError, RenderingUnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -108,6 +108,9 @@ class SomaTable(ManipulationEnv):
         scene: TableScene | None = None,
     ) -> None:
         require_known("obs_type", obs_type, get_args(ObsType))
+        for name, value in (("image_size", image_size), ("stream", stream)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} must be a whole number")
         if not 16 <= image_size <= 1024:
             raise ValueError(f"image_size={image_size} is outside 16..1024 pixels")
         if stream < 0:
