@@ -150,7 +150,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def reader(prepared: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def reader(prepared: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The temporary folder of somebody who follows a document, with the process as it was before afterwards."""
     for place, source in PREPARED.items():
         shutil.copytree(prepared[source], tmp_path / place)
