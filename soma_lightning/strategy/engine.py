@@ -65,14 +65,22 @@ class Engine:
 
     # ------------------------------------------------------------------ set-up
 
-    def setup_world(self, *, world_size: int, num_nodes: int) -> None:
-        """Fixes the layout. ValueError if it does not fit, or for more than one process."""
-        if world_size > 1:
+    def setup_world(self, *, devices: int, num_nodes: int, processes: int) -> None:
+        """Fixes the layout for `devices` times `num_nodes` in a world that a launcher started with `processes`.
+
+        ValueError if the layout does not fit, or for more than one process.
+        """
+        if devices * num_nodes > 1:
             raise ValueError(
-                f"strategy 'somaspeed' runs one process in this version, but {world_size} were asked for "
+                f"strategy 'somaspeed' runs one process in this version, but {devices * num_nodes} were asked for "
                 f"(num_nodes={num_nodes}); use devices=1, num_nodes=1"
             )
-        self.layout = resolve_layout(self.options.layout, world_size=world_size, num_nodes=num_nodes)
+        if processes > 1:
+            raise ValueError(
+                f"strategy 'somaspeed' runs one process in this version, but this is one of {processes} that a "
+                "launcher (torchrun, srun, mpirun) started; start a single one"
+            )
+        self.layout = resolve_layout(self.options.layout, world_size=1, num_nodes=num_nodes)
 
     def setup_module(self, module: Module) -> Module:
         """Prepares a module that is on its device, before any optimizer is taken over. May be called again."""

@@ -107,7 +107,8 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        # One device is this process's, whatever local rank a launcher around it left in the environment.
+        return self.parallel_devices[0 if len(self.parallel_devices) == 1 else self.local_rank]
 
     @property
     def num_nodes(self) -> int:
@@ -116,8 +117,7 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         """Last call of Fabric's connector, when devices and nodes are known. One process needs no launcher."""
         assert self.parallel_devices is not None
-        asked = len(self.parallel_devices) * self.num_nodes
-        self.engine.setup_world(world_size=max(asked, self.world_size), num_nodes=self.num_nodes)
+        self.engine.setup_world(devices=len(self.parallel_devices), num_nodes=self.num_nodes, processes=self.world_size)
 
     def module_to_device(self, module: Module) -> None:
         module.to(self.root_device)

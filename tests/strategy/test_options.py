@@ -98,6 +98,22 @@ def test_more_than_one_process_is_refused(kind: str, settings: dict[str, int], w
 
 
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_one_of_several_launched_processes_is_told_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    for name, value in {**torchrun, "TORCHELASTIC_RUN_ID": "run", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ValueError, match=r"this is one of 2 that a launcher \(torchrun, srun, mpirun\) started"):
+        build(kind, "somaspeed")
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_a_left_over_local_rank_selects_no_other_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert build(kind, "somaspeed").strategy.root_device.type == "cpu"
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
