@@ -108,8 +108,11 @@ def load_weights(model: PI05Model, path: str | Path) -> None:
     parameters = dict(model.named_parameters())
     with opened as tensors:
         sources, unexpected = _match(tensors.keys(), parameters, file)
-        shapes = {name: tuple(tensors.get_slice(key).get_shape()) for name, key in sources.items()}
-        _check_complete(file, parameters, sources, shapes, unexpected)
+        slices = {name: tensors.get_slice(key) for name, key in sources.items()}
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        kinds = {name: part.get_dtype() for name, part in slices.items()}
+        unusable = [f"{sources[name]} ({kind})" for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]
+        _check_complete(file, parameters, sources, shapes, {"unexpected": unexpected, "not floating-point": unusable})
         for name, parameter in parameters.items():
             _fill(model, name, parameter, tensors.get_tensor(sources[name]))
     if any(buffer.is_meta for buffer in model.buffers()):
@@ -182,7 +185,7 @@ def _check_complete(
     parameters: Mapping[str, nn.Parameter],
     sources: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
-    unexpected: list[str],
+    wrong: Mapping[str, list[str]],
 ) -> None:
     missing = [public_key(name) for name in parameters if name not in sources]
     misshaped = [
@@ -190,11 +193,11 @@ def _check_complete(
         for name, shape in shapes.items()
         if shape != tuple(parameters[name].shape)
     ]
-    problems = [("missing", missing), ("unexpected", unexpected), ("of another shape", misshaped)]
-    if not any(found for _, found in problems):
+    problems = {"missing": missing, **wrong, "of another shape": misshaped}
+    if not any(problems.values()):
         return
     lines = [f"{file} does not fit the network:"]
-    for title, found in problems:
+    for title, found in problems.items():
         if found:
             more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             lines.append(f"  {len(found)} {title}: {', '.join(found[:_SHOWN])}{more}")

@@ -94,7 +94,11 @@ def read_config(folder: str | Path) -> PI05Config:
     both = sorted(said & set(extra or {}))
     if both:
         raise ValueError(f"{folder / EXTRA_FILE} says {both}, which {CONFIG_FILE} says already; remove them there")
-    return PI05Config.from_dict({**values, **(extra or {})})
+    try:
+        return PI05Config.from_dict({**values, **(extra or {})})
+    except ValueError as error:
+        alone = "" if extra is not None else f" (there is no {EXTRA_FILE}, so sizes are the public ones)"
+        raise ValueError(f"{folder} holds a configuration of no pi0.5 network{alone}: {error}") from error
 
 
 def _to_lerobot(config: PI05Config) -> dict[str, Any]:
@@ -132,11 +136,7 @@ def _from_lerobot(public: dict[str, Any], file: Path, is_ours: bool) -> dict[str
     _refuse_unknown(public, {*_LEROBOT_FIELDS, *_NO_EFFECT, *_READ_HERE}, file)
     values = {ours: public[theirs] for theirs, ours in _LEROBOT_FIELDS.items() if theirs in public}
     values |= _streams(public, file)
-    height, width = public.get("image_resolution", (224, 224))
-    if height != width:
-        raise ValueError(f"{file} has image_resolution {height} x {width}; pi0.5 takes square images")
-    inputs = public.get("input_features") or {}
-    outputs = public.get("output_features") or {}
+    inputs, outputs = _features(public, "input_features", file), _features(public, "output_features", file)
     cameras = [key for key, feature in inputs.items() if feature["type"] == "VISUAL"]
     cameras = [key for key in cameras if not key.startswith(f"{IMAGE_PREFIX}empty_camera_")]
     if not cameras:
@@ -150,11 +150,31 @@ def _from_lerobot(public: dict[str, Any], file: Path, is_ours: bool) -> dict[str
         **values,
         "cameras": tuple(cameras),
         "empty_cameras": public.get("empty_cameras", 0),
-        "image_resolution": height,
+        "image_resolution": _image_side(public.get("image_resolution", (224, 224)), file),
         "normalization": _normalization(public.get("normalization_mapping"), file),
         "action_dim": dims[ACTION],
         "state_dim": dims[STATE],
     }
+
+
+def _image_side(resolution: Any, file: Path) -> int:
+    match resolution:
+        case [int() as height, int() as width] if height == width:
+            return height
+    raise ValueError(f"{file} has image_resolution {resolution!r}; pi0.5 takes square images, [height, width] alike")
+
+
+def _features(public: dict[str, Any], name: str, file: Path) -> dict[str, dict[str, Any]]:
+    """input_features or output_features: {key: {"type": ..., "shape": [...]}}."""
+    features = public.get(name) or {}
+    if not isinstance(features, dict):
+        raise ValueError(f"{file}: {name} must be an object of features, got {features!r:.80}")
+    for key, feature in features.items():
+        match feature:
+            case {"type": str(), "shape": [int(), *_]}:
+                continue
+        raise ValueError(f"{file}: {name} of {key!r} must have a type and a shape, got {feature!r:.80}")
+    return features
 
 
 def _from_openpi(public: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -162,7 +182,7 @@ def _from_openpi(public: dict[str, Any], file: Path) -> dict[str, Any]:
     _refuse_unknown(public, known, file)
     return {
         **_streams(public, file),
-        "max_action_dim": public["action_dim"],
+        "max_action_dim": public.get("action_dim", 32),
         "chunk_size": public["action_horizon"],
         "n_action_steps": public["action_horizon"],
         "dtype": public.get("precision", "bfloat16"),

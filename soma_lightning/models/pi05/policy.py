@@ -346,7 +346,8 @@ class PI05Policy(BasePolicy):
         config.tokenizer's. Without statistics anywhere, `set_statistics` must follow before use.
 
         Raises FileNotFoundError or OSError when there is no such checkpoint, ValueError for a file that is damaged, for
-        weights that do not fit (missing, unexpected and mis-shaped keys in one message), and for unknown `changes`.
+        weights that do not fit (missing, unexpected and mis-shaped keys in one message), for unknown `changes`, and for
+        a dimension that the statistics do not have.
         """
         named = {"dtype": dtype, "trainable": trainable, "action_dim": action_dim}
         overrides = {name: value for name, value in named.items() if value is not None}
@@ -362,6 +363,7 @@ class PI05Policy(BasePolicy):
             policy = cls(config, tokenizer=tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras)
         load_weights(policy.model, folder)
         if found is not None:
+            _check_asked_dims({**(changes or {}), **overrides}, found[0])
             policy.set_statistics(found[0], source=found[1] if statistics is not None else f"checkpoint ({found[1]})")
         return policy
 
@@ -424,10 +426,27 @@ def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05P
 
 def _new_dim(name: str, before: int | None, stats: Mapping[str, np.ndarray] | None) -> int | None:
     """Length of a feature's statistics; without any, the dimension stays what it was."""
-    dim = next((len(value) for stat, value in (stats or {}).items() if stat != "count"), before)
+    dim = _dim_of(stats)
+    dim = before if dim is None else dim
     if before not in (None, dim):
         log.warning("%s changes from %s to %s, the dimension of the new statistics", name, before, dim)
     return dim
+
+
+def _dim_of(stats: Mapping[str, np.ndarray] | None) -> int | None:
+    return next((len(value) for stat, value in (stats or {}).items() if stat != "count"), None)
+
+
+def _check_asked_dims(changes: Mapping[str, Any], statistics: Statistics) -> None:
+    """Raises ValueError for a dimension that was asked for and that these statistics do not have."""
+    for name, feature in (("action_dim", ACTION), ("state_dim", STATE)):
+        asked = changes.get(name)
+        dim = _dim_of(statistics.get(feature))
+        if asked is not None and dim not in (None, asked):
+            raise ValueError(
+                f"{name}={asked} was asked for, but the statistics of {feature} have {dim} dimensions, and the "
+                f"dimension follows them; pass statistics=... of the {asked}-dimensional data"
+            )
 
 
 def _checked_time(time: Tensor, rows: int, device: torch.device) -> Tensor:

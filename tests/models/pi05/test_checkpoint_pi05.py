@@ -214,6 +214,14 @@ def test_one_error_lists_missing_unexpected_and_misshaped(model: PI05Model, tmp_
     assert all(torch.equal(before[name], p) for name, p in loaded.state_dict().items())
 
 
+def test_integer_weights_are_refused(model: PI05Model, tmp_path: Path) -> None:
+    tensors = load_file(save_weights(model, tmp_path, "lerobot"))
+    tensors["model.action_in_proj.bias"] = tensors["model.action_in_proj.bias"].to(torch.int8)
+    rewrite(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"1 not floating-point: model\.action_in_proj\.bias \(I8\)"):
+        load_weights(other_model(), tmp_path)
+
+
 def test_a_foreign_file_is_summarised(model: PI05Model, tmp_path: Path) -> None:
     file = rewrite(tmp_path / "x.safetensors", {f"w{i}": torch.ones(1) for i in range(40)})
     with pytest.raises(ValueError, match="40 unexpected: .*, and 28 more"):
@@ -359,7 +367,7 @@ def test_config_json_holds_no_field_that_lerobot_refuses(tmp_path: Path) -> None
         ({"type": "pi0"}, "neither type 'pi05' .*found 'pi0'.* nor action_horizon"),
         ({"use_relative_actions": True}, "switches on {'use_relative_actions': True}"),
         ({"rtc_training_max_delay": 4}, "switches on {'rtc_training_max_delay': 4}"),
-        ({"image_resolution": [224, 320]}, "image_resolution 224 x 320; pi0.5 takes square images"),
+        ({"image_resolution": [224, 320]}, r"image_resolution \[224, 320\]; pi0\.5 takes square images"),
         ({"paligemma_variant": "gemma_7b"}, "paligemma_variant='gemma_7b'; known"),
         ({"input_features": {}}, "names no camera"),
         ({"normalization_mapping": {"STATE": "MIN_MAX", "ACTION": "MIN_MAX"}}, "needs STATE and ACTION alike"),
@@ -384,4 +392,30 @@ def test_damaged_configuration_files_are_named(tmp_path: Path) -> None:
     write_public(tmp_path, LEROBOT_CONFIG)
     (tmp_path / "soma.json").write_text('{"chunk_size": 3}')
     with pytest.raises(ValueError, match=r"soma\.json says \['chunk_size'\], which config\.json says already"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_resolution": 64}, r"image_resolution 64; pi0\.5 takes square images"),
+        ({"input_features": [1]}, r"input_features must be an object of features, got \[1\]"),
+        ({"input_features": {"a": 3}}, "input_features of 'a' must have a type and a shape, got 3"),
+        ({"output_features": {"action": {"type": "ACTION", "shape": []}}}, "output_features of 'action' must have"),
+        ({"chunk_size": 0}, "holds a configuration of no pi0.5 network: chunk_size=0"),
+    ],
+)
+def test_a_malformed_configuration_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_config(PI05Config.tiny(action_dim=7, state_dim=8), tmp_path, "lerobot")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ValueError, match=message) as error:
+        read_config(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_lost_sizes_are_said(tmp_path: Path) -> None:
+    write_config(PI05Config.tiny(action_dim=7, state_dim=8), tmp_path, "lerobot")
+    (tmp_path / "soma.json").unlink()
+    with pytest.raises(ValueError, match=r"there is no soma\.json, so sizes are the public ones"):
         read_config(tmp_path)

@@ -381,6 +381,13 @@ def test_loading_takes_overrides_and_says_where_statistics_come_from(make_policy
         PI05Policy.from_pretrained(tmp_path / "p", dtype="float32", changes={"dtype": "float32"})
 
 
+@pytest.mark.parametrize("asked", [{"action_dim": 5}, {"changes": {"action_dim": 5}}, {"changes": {"state_dim": 5}}])
+def test_a_dimension_that_the_statistics_do_not_have_is_refused(make_policy, asked, tmp_path):
+    make_policy().save_pretrained(tmp_path / "p")
+    with pytest.raises(ValueError, match="_dim=5 was asked for, but the statistics of .* dimensions"):
+        PI05Policy.from_pretrained(tmp_path / "p", **asked)
+
+
 def test_a_saved_tokenizer_is_the_one_that_is_loaded(make_policy, tmp_path):
     policy = make_policy()
     policy.save_pretrained(tmp_path / "p")
