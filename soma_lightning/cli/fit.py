@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, TQDMProgressBar
@@ -16,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import soma_lightning
-from soma_lightning.cli.parser import ShortErrors
+from soma_lightning.cli.parser import ShortErrors, explain
 from soma_lightning.imports import is_available
 from soma_lightning.models.registry import load_extensions
 from soma_lightning.plots import learning_curve
@@ -55,6 +56,25 @@ def resolve_configs(argv: list[str]) -> Iterator[str]:
         else:
             expect_value = argument in ("--config", "-c")
             yield argument
+
+
+#: Values of --ckpt_path that are no file but Lightning's own words.
+CHECKPOINT_WORDS = ("last", "best", "hpc")
+
+
+def check_checkpoint(path: Path) -> None:
+    """Says before anything is built that a checkpoint is missing (FileNotFoundError) or damaged (ValueError)."""
+    if path.is_dir():  # a sharded one, whose parts the strategy checks
+        return
+    if not path.is_file():
+        raise FileNotFoundError(f"--ckpt_path {path}: there is no such file; use last, or a file that a fit wrote")
+    try:
+        torch.load(path, map_location="meta", weights_only=True)  # structure only, no values are read
+    except Exception as error:  # pickle and zip have errors of every kind
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ValueError(
+            f"--ckpt_path {path} is no readable checkpoint; it may be damaged or cut short ({reason})"
+        ) from error
 
 
 class SomaParser(ShortErrors, LightningArgumentParser):
@@ -102,15 +122,25 @@ class SomaCLI(LightningCLI):
                 callback.dirpath = str((root / "checkpoints").resolve())
         return trainer
 
+    def _parse_ckpt_path(self) -> None:
+        """Checks the file. Lightning would replace the model's arguments by those in the checkpoint; here the command
+        line says them all, and the module refuses a checkpoint of other ones."""
+        subcommand = self.config.get("subcommand")
+        chosen = self.config[subcommand].get("ckpt_path") if subcommand else None
+        if chosen is not None and chosen not in CHECKPOINT_WORDS:
+            check_checkpoint(Path(chosen))
+
     def before_fit(self) -> None:
         if self.config.fit.ckpt_path != "last":
             return
         checkpoint = self.trainer.checkpoint_callback
         folder = Path(getattr(checkpoint, "dirpath", None) or self.trainer.default_root_dir)
-        if not list(folder.glob("last*.ckpt")):
+        found = list(folder.glob("last*.ckpt"))
+        if not found:
             raise FileNotFoundError(
                 f"--ckpt_path last: there is no last.ckpt under {folder}; leave ckpt_path out to start a new run"
             )
+        check_checkpoint(max(found, key=lambda path: path.stat().st_mtime))  # the one that Lightning takes
 
 
 def main(argv: list[str]) -> int:
@@ -131,8 +161,8 @@ def main(argv: list[str]) -> int:
             trainer_defaults={"callbacks": [LearningCurve()], "strategy": "somaspeed"},
             auto_configure_optimizers=False,
         )
-    except (ValueError, FileNotFoundError, ImportError, MisconfigurationException) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, ImportError, MisconfigurationException) as error:
+        print(f"error: {explain(str(error), ())}", file=sys.stderr)
         return 2
     finally:
         sys.argv = typed

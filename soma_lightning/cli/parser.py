@@ -23,6 +23,10 @@ UNKNOWN_OPTION = (
 
 #: What a constructor said, inside jsonargparse's account of every type that it tried.
 CAUSE = re.compile(r"Problem with given class_path '([^']+)':\n(.*?)\n\s*- Expected", re.DOTALL)
+#: The same when the class is built after parsing: `LightningModule or None` fits neither.
+UNION_CAUSE = re.compile(
+    r"any of the Union subtypes.*?Errors:\n\s*- (.*?)\n\s*- Expected a <class 'NoneType'>", re.DOTALL
+)
 
 
 def options_of(class_path: str) -> list[str]:
@@ -57,7 +61,10 @@ def explain(message: str, known: Iterable[str]) -> str:
         hint = f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
         return f"unknown option '{prefix}{option}'{hint}"
     cause = CAUSE.search(message)
-    return f"{cause.group(1)}: {textwrap.dedent(cause.group(2)).strip()}" if cause else message
+    if cause is not None:
+        return f"{cause.group(1)}: {textwrap.dedent(cause.group(2)).strip()}"
+    union_cause = UNION_CAUSE.search(message)
+    return textwrap.dedent(union_cause.group(1)).strip() if union_cause else message
 
 
 class ShortErrors:

@@ -51,6 +51,11 @@ class TrainingConfig:
             raise ValueError(f"lr={self.lr} must be positive and final_lr={self.final_lr} must lie in 0..lr")
         if self.flow_draws < 1:
             raise ValueError(f"flow_draws={self.flow_draws} must be at least 1")
+        for name in ("sample_batches", "weight_decay", "eps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must lie in [0, 1)")
         if self.state_noise < 0:
             raise ValueError(f"state_noise={self.state_noise} is a standard deviation and cannot be negative")
         if not 0 <= self.warmup_steps <= self.decay_steps or self.decay_steps < 1:
@@ -165,12 +170,20 @@ class PolicyModule(LightningModule):
             raise ValueError("this checkpoint was not written by a policy module: it has no 'soma_policy' entry")
         self.draw_seed = saved["draw_seed"]
         mine = self.policy.describe()
+        found, wanted = set(checkpoint.get("state_dict", ())), set(self.state_dict())
+        if found and found != wanted:  # a sharded checkpoint keeps its weights elsewhere, and checks them there
+            raise ValueError(
+                f"the checkpoint's weights do not fit this run's: missing {sorted(wanted - found)[:5]}, unexpected "
+                f"{sorted(found - wanted)[:5]} ({len(found ^ wanted)} in all)"
+            )
         for key in ("config", "statistics"):
             if saved[key] != mine[key]:
+                both = {**saved[key], **mine[key]}
+                changed = sorted(name for name in both if saved[key].get(name) != mine[key].get(name))
                 raise ValueError(
-                    f"the checkpoint's {key} differs from this run's, so training would not continue but change: "
-                    f"resume with the data and configuration it was trained on, or start a new run from its exported "
-                    f"policy folder (pretrained=...)"
+                    f"the checkpoint's {key} ({', '.join(changed)}) differs from this run's, so training would not "
+                    "continue but change: resume with the data and configuration it was trained on, or start a new run "
+                    "from its exported policy folder (pretrained=...)"
                 )
 
     def on_train_end(self) -> None:

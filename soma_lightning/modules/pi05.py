@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.folder import check_replaceable
 from soma_lightning.models.pi05.policy import PI05Policy, changed_config
 from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
 
@@ -62,6 +63,10 @@ class PI05Module(PolicyModule):
         if data is not None and hasattr(data, "connect_policy"):
             data.connect_policy(self.policy.config)
         self.policy.processor.prepare()  # a tokenizer that cannot be had is reported now, not at the first batch
+        if data is not None and hasattr(data, "cameras") and hasattr(data, "tasks"):
+            self.policy.processor.check_data(data.cameras, data.tasks)
+        if stage == "fit" and self.training_config.export:
+            check_replaceable(Path(self.trainer.default_root_dir) / "policy")
 
     def on_fit_end(self) -> None:
         if self.training_config.export and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -50,6 +50,15 @@ def test_unknown_options_name_the_nearest(message: str, nearest: str):
     assert f"'{nearest}'" in explain(message, ["model", "data", "trainer.max_steps", "trainer.max_epochs"])
 
 
+def test_the_cause_alone_is_told_of_a_class_that_cannot_be_built():
+    told = (
+        "Does not validate against any of the Union subtypes\nSubtypes: [<class 'Module'>, <class 'NoneType'>]\n"
+        "Errors:\n  - batch_size=0 must be at least 1\n    or more\n  - Expected a <class 'NoneType'>\n"
+        "Given value type: <class 'Namespace'>"
+    )
+    assert explain(told, []) == "batch_size=0 must be at least 1\n    or more"
+
+
 def test_other_messages_stay_as_they_are():
     assert explain("Expected a <class 'int'>. Got value: abc", []) == "Expected a <class 'int'>. Got value: abc"
 

@@ -128,7 +128,7 @@ def test_a_checkpoint_of_other_data_is_refused(make_run, tmp_path: Path):
             return statistics
 
     data.__class__ = Shifted
-    with pytest.raises(ValueError, match="checkpoint's statistics differs"):
+    with pytest.raises(ValueError, match=r"checkpoint's statistics \(action, observation.state\) differs"):
         trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
 
 
@@ -217,3 +217,27 @@ def test_data_statistics_need_a_data_module(make_run):
 def test_bad_training_settings(change: dict, message: str):
     with pytest.raises(ValueError, match=message):
         TrainingConfig(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sample_batches": -1}, "sample_batches=-1 must not be negative"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
+        ({"eps": -1.0}, "eps=-1.0 must not be negative"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must lie in"),
+    ],
+)
+def test_impossible_training_settings(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig(**change)
+
+
+def test_an_export_that_would_replace_other_files_is_refused_before_training(make_run):
+    trainer, module, data = make_run("first")
+    folder = Path(trainer.default_root_dir) / "policy"
+    folder.mkdir(parents=True)
+    (folder / "mine.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"policy holds \['mine.txt'\]"):
+        trainer.fit(module, data)
+    assert trainer.global_step == 0

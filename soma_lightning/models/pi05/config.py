@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,12 @@ class PI05Config:
         for name, kind in (("vision", VisionConfig), ("language", StreamConfig), ("expert", StreamConfig)):
             value = getattr(self, name)
             if isinstance(value, dict):
+                _check_fields(name, value, kind)
                 object.__setattr__(self, name, kind(**value))
-        object.__setattr__(self, "cameras", tuple(self.cameras))
+            _check_types(getattr(self, name), f"{name}.")
+        if isinstance(self.cameras, list):
+            object.__setattr__(self, "cameras", tuple(self.cameras))
+        _check_types(self, "")
         self._check()
 
     def _check(self) -> None:
@@ -147,3 +152,37 @@ class PI05Config:
         if unknown:
             raise ValueError(f"unknown pi0.5 configuration keys {unknown}; known: {[f.name for f in fields(cls)]}")
         return cls(**values)
+
+
+def _check_fields(name: str, values: dict[str, Any], kind: type) -> None:
+    known = [f.name for f in fields(kind)]
+    if unknown := sorted(set(values) - set(known)):
+        raise ValueError(f"{name} has no {unknown}; it has {known}")
+    if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]:
+        raise ValueError(f"{name} lacks {missing}")
+
+
+def _check_types(config: Any, prefix: str) -> None:
+    """Raises ValueError naming the first field whose value is not of its declared type; sizes must be at least 1."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not _is_of(value, hint):
+            choices = (
+                f"one of {list(get_args(hint))}" if get_origin(hint) is Literal else getattr(hint, "__name__", hint)
+            )
+            raise ValueError(f"{prefix}{name}={value!r} must be {choices}")
+        least = 0 if name in ("empty_cameras", "depth") else 1
+        if isinstance(value, int) and hint not in (bool, float) and value < least:
+            raise ValueError(f"{prefix}{name}={value} must be at least {least}")
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if isinstance(hint, UnionType):
+        return any(_is_of(value, part) for part in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and not (hint is int and isinstance(value, bool))

@@ -72,18 +72,23 @@ def fetch_checkpoint(path_or_id: str | Path, revision: str | None = None) -> Pat
         ) from error
 
 
-@contextmanager
-def written_at_once(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that becomes `target` when the block ends; an error leaves `target` as it was.
-
-    An earlier checkpoint there is replaced. Raises FileExistsError when `target` holds anything else.
-    """
+def check_replaceable(target: Path) -> None:
+    """Raises FileExistsError when `target` holds anything that is no part of a pi0.5 checkpoint and would be lost."""
     foreign = sorted(p.name for p in target.iterdir() if not _is_ours(p.name)) if target.is_dir() else []
     if foreign or target.is_file():
         raise FileExistsError(
             f"{target} holds {foreign or 'a file'} which is no part of a pi0.5 checkpoint and would be lost; choose "
             "another folder"
         )
+
+
+@contextmanager
+def written_at_once(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target` that becomes `target` when the block ends; an error leaves `target` as it was.
+
+    An earlier checkpoint there is replaced. Raises FileExistsError when `target` holds anything else.
+    """
+    check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -117,6 +117,19 @@ class PI05Processor:
                 f"{self.config.vocab_size}; use the tokenizer that the model was trained with"
             )
 
+    def check_data(self, cameras: Sequence[str], tasks: Sequence[str]) -> None:
+        """Says now, rather than at the first batch, that a data set's cameras or instructions do not fit.
+
+        Raises ValueError for cameras that the policy does not have (or lacks), and for an instruction that is too long
+        even with the shortest state.
+        """
+        self._present_cameras(dict.fromkeys(cameras))
+        if self.config.prompt == "state":
+            bins = torch.zeros(len(tasks), self._state_normalizer().dim, dtype=torch.int64)
+            self.prompts.encode(tasks, bins)
+        else:
+            self.prompts.encode(tasks, None)
+
     # -- inputs -----------------------------------------------------------------------------------------------------
 
     def inputs(
