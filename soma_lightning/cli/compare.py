@@ -20,8 +20,14 @@ def compare(results: list[str], out: str, task: str | None = None, claim_best: s
         task: task to compare; needed when an evaluation has several.
         claim_best: label whose interval must lie above all others; exit status 1 when it does not.
     """
+    if not results:
+        raise ValueError("results is empty; name at least one evaluation as LABEL=FOLDER")
+    if Path(out).suffix != ".png":
+        raise ValueError(f"out={out} must end in .png; the table goes beside it as .json")
     rows = [read_row(entry, task) for entry in results]
     labels = [row["label"] for row in rows]
+    if len(set(labels)) != len(labels):
+        raise ValueError(f"the labels {labels} name one evaluation twice")
     if claim_best is not None and claim_best not in labels:
         raise ValueError(f"claim_best={claim_best!r} is none of the labels {labels}")
     settings = {json.dumps(row["init_states"]) for row in rows}
@@ -54,14 +60,19 @@ def read_row(entry: str, task: str | None) -> dict[str, Any]:
     path = Path(folder) / "results.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; run soma eval --out {folder} first")
-    results = json.loads(path.read_text())
-    tasks = results["tasks"]
+    try:
+        stored = json.loads(path.read_text())
+        tasks, backbone = dict(stored["tasks"]), str(stored["policy"]["backbone_hash"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} was not written whole by this version of soma eval ({error!r}); run it again"
+        ) from error
     if task is None and len(tasks) != 1:
         raise ValueError(f"{path} has the tasks {sorted(tasks)}; choose one with --task")
     name = task or next(iter(tasks))
     if name not in tasks:
         raise ValueError(f"{path} has no task {name!r}; it has {sorted(tasks)}")
-    return {"label": label, "task": name, "backbone": results["policy"]["backbone_hash"], **tasks[name]}
+    return {"label": label, "task": name, "backbone": backbone, **tasks[name]}
 
 
 def main(argv: list[str]) -> int:
@@ -71,6 +82,6 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv).as_dict()
     try:
         return compare(**options)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv)
     try:
         summary = record(options)
-    except (ValueError, FileExistsError, ImportError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"soma demos: error: {error}", file=sys.stderr)
         return 2
     for task in summary.tasks:

@@ -60,6 +60,9 @@ class LeRobotWriter:
         self.features = _parse_features(features or {})
         self.robot_type = robot_type
         self.data_file_size_mb = data_file_size_mb
+        # A link is followed, so that the folder it points to is replaced and not the link.
+        self._target = self.root.resolve()
+        self._overwrite = overwrite
         _check_target(self.root, overwrite)
 
         self._tasks: dict[str, int] = {}
@@ -72,8 +75,11 @@ class LeRobotWriter:
         self._parquet: Any = None
         self._finished = False
         self._threads = ThreadPoolExecutor(_PNG_THREADS, thread_name_prefix="png")
-        self._folder = self.root.parent / f".{self.root.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-        (self._folder / "meta").mkdir(parents=True)
+        self._folder = self._target.parent / f".{self._target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            (self._folder / "meta").mkdir(parents=True)
+        except OSError as error:
+            raise OSError(f"the data set '{self.root}' cannot be written: {error}") from error
 
     @property
     def num_episodes(self) -> int:
@@ -277,15 +283,19 @@ class LeRobotWriter:
         }
 
     def _put_in_place(self) -> None:
-        if not self.root.exists():
-            self._folder.rename(self.root)
+        try:
+            _check_target(self.root, self._overwrite)  # another recording may have finished there meanwhile
+        except FileExistsError as error:
+            raise FileExistsError(f"{error}; this recording is whole and kept in '{self._folder}'") from error
+        if not self._target.exists():
+            self._folder.rename(self._target)
             return
         replaced = self._folder.with_name(self._folder.name + "-replaced")
-        self.root.rename(replaced)
+        self._target.rename(replaced)
         try:
-            self._folder.rename(self.root)
+            self._folder.rename(self._target)
         except OSError:
-            replaced.rename(self.root)
+            replaced.rename(self._target)
             raise
         shutil.rmtree(replaced)
 
@@ -327,8 +337,12 @@ def _parse_feature(key: str, dtype: str, shape: tuple[int, ...], names: Any) -> 
 def _check_target(root: Path, overwrite: bool) -> None:
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return
+    if not root.is_dir():
+        raise FileExistsError(f"'{root}' is a file; choose another name for the data set's folder")
     if not overwrite:
-        raise FileExistsError(f"'{root}' is not empty; choose another folder, or pass overwrite=True to replace it")
+        raise FileExistsError(
+            f"'{root}' is not empty; choose another folder, or replace the data set there (overwrite=True, --overwrite)"
+        )
     if not (root / fmt.INFO_FILE).is_file():
         raise FileExistsError(f"'{root}' is no LeRobot data set ({fmt.INFO_FILE} is missing), so it is not replaced")
 

@@ -49,3 +49,18 @@ def test_errors_name_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
     other = f"b={write_evaluation(tmp_path / 'b', 3, first=50)}"
     assert run(tmp_path, [good, other]) == 2
     assert "different initial states" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = write_evaluation(tmp_path / "a", 3)
+    assert run(tmp_path, []) == 2
+    assert "results is empty" in capsys.readouterr().err
+    assert run(tmp_path, [f"a={folder}", f"a={folder}"]) == 2
+    assert "name one evaluation twice" in capsys.readouterr().err
+    assert compare.main(["--results", json.dumps([f"a={folder}"]), "--out", str(tmp_path / "bars.json")]) == 2
+    assert "must end in .png" in capsys.readouterr().err
+    for content in ("{", "[]", "{}", '{"tasks": 3}', '{"tasks": {"pick": {}}, "policy": {}}'):
+        (folder / "results.json").write_text(content)
+        assert run(tmp_path, [f"a={folder}"]) == 2
+        assert "results.json was not written whole" in capsys.readouterr().err
+    assert not (tmp_path / "bars.png").exists()

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from soma_lightning.data.lerobot import LeRobotDataset
+from soma_lightning.data.lerobot_format import load_tasks
 from soma_lightning.data.lerobot_writer import LeRobotWriter
 
 CAMERA = "observation.images.image"
@@ -225,6 +226,39 @@ def test_a_failed_overwrite_keeps_the_old_data_set(tmp_path: Path) -> None:
         pass
     assert json.loads((root / "meta/info.json").read_text())["total_frames"] == 3
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_a_recording_does_not_replace_one_that_finished_meanwhile(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    with LeRobotWriter(root, features=FEATURES) as slow:
+        slow.add_episode(frames(3), "slow")
+        with LeRobotWriter(root, features=FEATURES) as quick:
+            quick.add_episode(frames(2), "quick")
+        with pytest.raises(FileExistsError, match=r"is not empty; .*whole and kept in '(.*)'$") as caught:
+            slow.finish()
+        slow.discard()
+    assert load_tasks(root) == ["quick"]
+    assert str(tmp_path / ".set.partial-") in str(caught.value)
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real", target_is_directory=True)
+    for task in ("first", "second"):
+        with LeRobotWriter(tmp_path / "link", features=FEATURES, overwrite=True) as writer:
+            writer.add_episode(frames(2), task)
+        assert (tmp_path / "link").is_symlink()
+        assert load_tasks(tmp_path / "real") == [task]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_targets_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError, match="file' is a file; choose another name"):
+            LeRobotWriter(tmp_path / "file", features=FEATURES, overwrite=overwrite)
+    with pytest.raises(OSError, match=r"the data set '.*/file/sub' cannot be written"):
+        LeRobotWriter(tmp_path / "file" / "sub", features=FEATURES)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_an_empty_folder_is_a_fine_target(tmp_path: Path) -> None:
