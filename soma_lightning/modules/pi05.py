@@ -68,6 +68,12 @@ class PI05Module(PolicyModule):
         if stage == "fit" and self.training_config.export:
             check_replaceable(Path(self.trainer.default_root_dir) / "policy")
 
+    def on_fit_start(self) -> None:
+        self.policy.model.check_dtypes()  # the Trainer has applied its precision by now
+
+    def on_validation_start(self) -> None:
+        self.policy.model.check_dtypes()  # for Trainer.validate, which starts no fit
+
     def on_fit_end(self) -> None:
         if self.training_config.export and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_info(f"policy written to {Path(self.trainer.default_root_dir) / 'policy'}")

@@ -241,3 +241,22 @@ def test_an_export_that_would_replace_other_files_is_refused_before_training(mak
     with pytest.raises(FileExistsError, match=r"policy holds \['mine.txt'\]"):
         trainer.fit(module, data)
     assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize("settings", [{"precision": "bf16-mixed"}, {"model": {"config": {"dtype": "bfloat16"}}}])
+def test_low_precision_trains_with_its_islands_in_fp32(make_run, settings: dict):
+    trainer, module, data = make_run("run", **settings)
+    before = weights_of(module)
+    trainer.fit(module, data)
+    assert torch.isfinite(trainer.callback_metrics["train_loss"])
+    module.policy.model.check_dtypes()
+    moved = [name for name, p in module.named_parameters() if p.requires_grad and not torch.equal(p, before[name])]
+    assert len(moved) > 0.9 * sum(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("loop", ["fit", "validate"])
+def test_a_precision_that_casts_the_islands_is_refused(make_run, precision: str, loop: str):
+    trainer, module, data = make_run("run", precision=precision)
+    with pytest.raises(ValueError, match="parameters were cast away from config.dtype='float32'"):
+        getattr(trainer, loop)(module, data)

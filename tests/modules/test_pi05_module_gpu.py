@@ -41,7 +41,7 @@ def test_validation_agrees_with_the_cpu(make_run, monkeypatch: pytest.MonkeyPatc
     assert losses["gpu"] == pytest.approx(losses["cpu"], rel=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_low_precision_trains(make_run, precision: str):
-    run, _ = first_steps(make_run, "gpu", precision=precision)
+@pytest.mark.parametrize("settings", [{"precision": "bf16-mixed"}, {"model": {"config": {"dtype": "bfloat16"}}}])
+def test_low_precision_trains(make_run, settings: dict):
+    run, _ = first_steps(make_run, "gpu", **settings)
     assert torch.isfinite(run.logged_metrics["train_loss"])

@@ -132,6 +132,23 @@ class PI05Model(nn.Module):
         """Names of the parameters that train."""
         return [name for name, p in self.named_parameters() if p.requires_grad]
 
+    def check_dtypes(self) -> None:
+        """Raises ValueError when something has cast parameters away from what config.dtype and config.islands say.
+
+        `module.to(dtype)` and Lightning's "true" precisions do: they round the fp32 islands, unseen.
+        """
+        config = self.config
+        wanted = {
+            name: _dtype_of(name, getattr(torch, config.dtype), config.islands) for name, _ in self.named_parameters()
+        }
+        cast = [f"{name} is {p.dtype}" for name, p in self.named_parameters() if p.dtype != wanted[name]]
+        if cast:
+            raise ValueError(
+                f"{len(cast)} parameters were cast away from config.dtype={config.dtype!r} with the fp32 islands of "
+                f"{config.islands} ({cast[0]}), which would round what must stay fp32; use precision='32-true' or "
+                "'bf16-mixed', and choose the storage with config={'dtype': 'bfloat16'}"
+            )
+
     def train(self, mode: bool = True) -> PI05Model:
         """Like nn.Module.train, but frozen modules stay in eval mode."""
         super().train(mode)
@@ -163,5 +180,9 @@ def cast_to_islands(model: PI05Model, dtype: torch.dtype, islands: str) -> None:
     if islands not in FP32_ISLANDS:
         raise ValueError(f"islands={islands!r} is unknown; known: {sorted(FP32_ISLANDS)}")
     for name, p in model.named_parameters():
-        kept = any(part in name for part in FP32_ISLANDS[islands])
-        p.data = p.data.to(torch.float32 if kept and not any(x in name for x in _NO_ISLAND[islands]) else dtype)
+        p.data = p.data.to(_dtype_of(name, dtype, islands))
+
+
+def _dtype_of(name: str, dtype: torch.dtype, islands: str) -> torch.dtype:
+    is_island = any(part in name for part in FP32_ISLANDS[islands])
+    return torch.float32 if is_island and not any(part in name for part in _NO_ISLAND[islands]) else dtype

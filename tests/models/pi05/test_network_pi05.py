@@ -390,6 +390,14 @@ def test_autocast_leaves_the_islands_in_fp32() -> None:
     assert (v - reference).norm() / reference.norm() < 3e-2
 
 
+@pytest.mark.parametrize("islands", ["lerobot", "openpi"])
+def test_a_cast_of_the_whole_network_is_noticed(islands: str) -> None:
+    model = small_model(dtype="bfloat16", islands=islands)
+    model.check_dtypes()
+    with pytest.raises(ValueError, match=r"parameters were cast away .*is torch\.bfloat16\).*use precision='32-true'"):
+        model.bfloat16().check_dtypes()
+
+
 def test_unknown_islands_are_refused() -> None:
     with pytest.raises(ValueError, match="islands='jax' is unknown"):
         cast_to_islands(small_model(), torch.bfloat16, "jax")
