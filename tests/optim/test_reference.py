@@ -83,9 +83,17 @@ def test_the_normalizer_divides_before_the_norm() -> None:
         assert decision.scale.item() == pytest.approx(0.1 * 0.25 / 0.5, rel=1e-5)
 
 
-@pytest.mark.parametrize("normalizer", [torch.tensor(0.0), torch.tensor(math.nan)])
-def test_a_step_with_an_unusable_normalizer_is_not_taken(normalizer: Tensor) -> None:
-    assert not decide(grad_stats([torch.ones(2)]), normalizer=normalizer).take
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_a_step_with_an_unusable_normalizer_is_not_taken(value: float, gradient: float) -> None:
+    for normalizer in (value, torch.tensor(value)):
+        assert not decide(grad_stats([torch.full((2,), gradient)]), normalizer=normalizer).take
+
+
+def test_a_sum_of_squares_that_overflows_over_all_gradients_is_not_taken() -> None:
+    stats = grad_stats([torch.tensor([1.5e19]), torch.tensor([1.5e19])])  # 2.25e38 each; fp32 ends at 3.4e38
+    assert stats.nonfinite == 0
+    assert not decide(stats, max_norm=1.0).take
 
 
 def run_steps(

@@ -104,10 +104,11 @@ def decide(stats: GradStats, *, max_norm: float | None = None, normalizer: float
     """
     norm = stats.total.sqrt() if stats.norm_type == 2.0 else stats.total
     scale = torch.ones_like(norm)
+    take = (stats.nonfinite == 0) & norm.isfinite()
     if normalizer is not None:
         scale = scale / (normalizer.to(scale) if isinstance(normalizer, Tensor) else normalizer)
         norm = norm * scale.abs()
-    take = (stats.nonfinite == 0) & norm.isfinite() & scale.isfinite()
+        take &= norm.isfinite() & (scale != 0)  # 1 / 0 makes the norm infinite or NaN, 1 / inf makes the scale 0
     if max_norm is not None:
         scale = scale * (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
     return Decision(norm, scale, take)
