@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 
 #: name -> (module with `main(argv) -> int`, one line of help)
 COMMANDS = {
@@ -27,7 +32,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand. Returns the exit status; 2 for a wrong command line."""
+    """Runs one subcommand. Returns the exit status; 2 for a wrong command line, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -39,7 +44,31 @@ def main(argv: list[str] | None = None) -> int:
         print(f"soma: unknown command '{command}'{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     module = import_module(COMMANDS[command][0])
-    return int(module.main(arguments if command in LIGHTNING_COMMANDS else rest) or 0)
+    if command in LIGHTNING_COMMANDS:  # Lightning handles signals itself
+        return int(module.main(arguments) or 0)
+    try:
+        with terminated_like_interrupted():
+            return int(module.main(rest) or 0)
+    except KeyboardInterrupt:
+        print(f"soma {command}: interrupted", file=sys.stderr)
+        return 130
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends the block as an exception does, so that workers are ended and half-written files removed."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

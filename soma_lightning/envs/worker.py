@@ -222,10 +222,13 @@ def _serve(connection: Connection, build: bytes, environment: Mapping[str, str])
     while True:
         try:
             number, method, arguments = connection.recv()
-        except EOFError:  # the parent is gone
+        except (EOFError, ConnectionResetError):  # the parent is gone
             return
         try:
             answer = (number, True, getattr(served, method)(*arguments))
         except Exception:  # reported to the parent with its traceback
             answer = (number, False, traceback.format_exc())
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except (BrokenPipeError, ConnectionResetError):  # the parent is gone
+            return

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 
+from soma_lightning.cli import demos
 from soma_lightning.cli import main as cli
 from soma_lightning.cli.fit import find_config, recipe_names, resolve_configs
 from soma_lightning.cli.parser import explain, options_of
@@ -67,3 +72,29 @@ def test_options_of_a_class_include_dataclass_fields():
     assert {"pretrained", "training", "training.lr", "training.flow_draws"} <= set(
         options_of("soma_lightning.modules.PI05Module")
     )
+
+
+def test_ctrl_c_and_termination_end_a_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    def terminated(argv: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)  # the signal arrives before this ends
+        finally:
+            print("cleaned up")
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(demos, "main", interrupted)
+    assert cli.main(["demos"]) == 130
+    assert capsys.readouterr().err == "soma demos: interrupted\n"
+    monkeypatch.setattr(demos, "main", terminated)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["demos"])
+    assert caught.value.code == 143
+    assert capsys.readouterr().out == "cleaned up\n"
+    assert signal.getsignal(signal.SIGTERM) is before
