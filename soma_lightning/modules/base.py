@@ -162,27 +162,37 @@ class PolicyModule(LightningModule):
     # -- checkpoint and export --------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["soma_policy"] = {**self.policy.describe(), "draw_seed": self.draw_seed}
+        checkpoint["soma_policy"] = {**self._description(), "draw_seed": self.draw_seed}
+
+    def _description(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to continue: the policy's facts and how it is trained."""
+        training = asdict(self.training_config)
+        for without_effect in ("sample_batches", "export"):
+            del training[without_effect]
+        return {**self.policy.describe(), "training": {**training, "betas": list(training["betas"])}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("soma_policy")
         if saved is None:
             raise ValueError("this checkpoint was not written by a policy module: it has no 'soma_policy' entry")
         self.draw_seed = saved["draw_seed"]
-        mine = self.policy.describe()
+        mine = self._description()
         found, wanted = set(checkpoint.get("state_dict", ())), set(self.state_dict())
         if found and found != wanted:  # a sharded checkpoint keeps its weights elsewhere, and checks them there
             raise ValueError(
                 f"the checkpoint's weights do not fit this run's: missing {sorted(wanted - found)[:5]}, unexpected "
                 f"{sorted(found - wanted)[:5]} ({len(found ^ wanted)} in all)"
             )
-        for key in ("config", "statistics"):
-            if saved[key] != mine[key]:
-                both = {**saved[key], **mine[key]}
-                changed = sorted(name for name in both if saved[key].get(name) != mine[key].get(name))
+        continues = self._trainer is not None and self.trainer.state.fn == "fit"
+        # Optimizer settings come out of the checkpoint, so a change of theirs would be ignored, the others not.
+        for key in ("config", "statistics", *(["training"] if continues else [])):
+            theirs = saved.get(key, {})
+            if theirs != mine[key]:
+                both = {**theirs, **mine[key]}
+                changed = sorted(name for name in both if theirs.get(name) != mine[key].get(name))
                 raise ValueError(
                     f"the checkpoint's {key} ({', '.join(changed)}) differs from this run's, so training would not "
-                    "continue but change: resume with the data and configuration it was trained on, or start a new run "
+                    "continue but change: resume with the data and settings it was trained on, or start a new run "
                     "from its exported policy folder (pretrained=...)"
                 )
 

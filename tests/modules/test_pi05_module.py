@@ -132,6 +132,20 @@ def test_a_checkpoint_of_other_data_is_refused(make_run, tmp_path: Path):
         trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
 
 
+@pytest.mark.parametrize("change", [{"lr": 2e-3}, {"betas": (0.9, 0.9)}, {"ema_decay": 0.5}, {"flow_draws": 2}])
+def test_a_changed_training_setting_is_refused_on_resume(make_run, change: dict, tmp_path: Path):
+    trainer, module, data = make_run("first")
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer, module, data = make_run("second", max_steps=8, training=change)
+    with pytest.raises(ValueError, match=rf"checkpoint's training \({next(iter(change))}\) differs"):
+        trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    trainer.validate(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True, verbose=False)
+    trainer, module, data = make_run("third", max_steps=5, training={"sample_batches": 0, "export": False})
+    trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert trainer.global_step == 5
+
+
 def test_export_is_the_trained_policy(make_run, tmp_path: Path):
     trainer, module, data = make_run("run")
     trainer.fit(module, data)
