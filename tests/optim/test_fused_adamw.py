@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -378,6 +379,29 @@ def test_the_pass_is_repeated_when_gradients_or_norm_changed(passes: list[int]) 
         p.grad = None
     backward(model, 0)
     assert fused.grad_norm().item() == first
+
+
+def test_a_new_gradient_is_read_again_although_nobody_wrote_into_the_old_one() -> None:
+    param = nn.Parameter(torch.zeros(3))
+    fused = FusedAdamW([param])
+    param.grad = torch.ones(3)
+    assert fused.grad_norm().item() == pytest.approx(3**0.5)
+    param.grad = torch.full((3,), math.nan)  # another tensor of the same version
+    fused.step()
+    assert fused.skipped_steps == 1
+    assert not param.any()
+
+
+def test_no_gradient_is_kept_alive_by_the_optimizer() -> None:
+    model = network()
+    fused = FusedAdamW(model.parameters())
+    backward(model, 0)
+    fused.grad_norm()
+    fused.step()
+    gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+    fused.zero_grad()
+    assert gradients
+    assert not any(gradient() is not None for gradient in gradients)
     assert len(passes) == 5
 
 
