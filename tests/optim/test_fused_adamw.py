@@ -328,6 +328,20 @@ def test_weights_loaded_after_the_optimizer_win_over_old_masters() -> None:
     assert model[4].bias.tolist() == [7.0] * 3
 
 
+def test_masters_of_a_loaded_state_lose_against_other_weights() -> None:
+    """A state can come without its weights: the step starts from the parameters, not from what the masters were."""
+    saved = FP32MasterAdamW([nn.Parameter(torch.full((3,), 5.0, dtype=torch.bfloat16))], lr=1e-3, weight_decay=0.0)
+    (old,) = saved.param_groups[0]["params"]
+    old.grad = torch.ones_like(old)
+    saved.step()
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    fused = FP32MasterAdamW([param], lr=1e-3, weight_decay=0.0)
+    fused.load_state_dict(saved.state_dict())
+    param.grad = torch.ones_like(param)
+    fused.step()
+    assert fused.state[param]["soma_master"].tolist() == pytest.approx([0.999] * 3, abs=1e-5)
+
+
 def test_a_state_with_masters_loads_where_there_are_none() -> None:
     model = network(torch.bfloat16)
     masters = FP32MasterAdamW(groups(model))
