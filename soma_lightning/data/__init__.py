@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from soma_lightning.data.lerobot import LeRobotDataset as LeRobotDataset
     from soma_lightning.data.lerobot_writer import LeRobotWriter as LeRobotWriter
     from soma_lightning.data.statistics import compute_statistics as compute_statistics
-    from soma_lightning.data.statistics import load_statistics as load_statistics
-    from soma_lightning.data.statistics import save_statistics as save_statistics
+    from soma_lightning.models.normalization import load_statistics as load_statistics
+    from soma_lightning.models.normalization import save_statistics as save_statistics
 
 _HOME_OF_NAME = {
     "LeRobotDataModule": "soma_lightning.data.datamodule",
     "LeRobotDataset": "soma_lightning.data.lerobot",
     "LeRobotWriter": "soma_lightning.data.lerobot_writer",
     "compute_statistics": "soma_lightning.data.statistics",
-    "load_statistics": "soma_lightning.data.statistics",
-    "save_statistics": "soma_lightning.data.statistics",
+    "load_statistics": "soma_lightning.models.normalization",
+    "save_statistics": "soma_lightning.models.normalization",
 }
 
 __all__ = list(_HOME_OF_NAME)

@@ -17,6 +17,7 @@ from soma_lightning.data import statistics as stats
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.lerobot_batches import FrameBatches, as_is
 from soma_lightning.data.sampling import EpochSampler, ResumableDataLoader, split_episodes
+from soma_lightning.models.normalization import load_statistics
 
 
 class PolicyShape(Protocol):
@@ -211,7 +212,7 @@ class LeRobotDataModule(pl.LightningDataModule):
     def _statistics_and_source(self) -> tuple[Statistics, str]:
         dimensions = {STATE: self.state_dim, ACTION: self.action_dim}
         if self.statistics_choice not in ("dataset", "computed"):
-            statistics = stats.load_statistics(self.statistics_choice)
+            statistics = load_statistics(stats.find_statistics(self.statistics_choice))
             source = f"file '{self.statistics_choice}'"
         elif (stored := self._stored_statistics()) is not None:
             statistics, source = stored, f"{fmt.STATS_FILE} of '{self.roots[0]}', all its episodes"
@@ -230,7 +231,7 @@ class LeRobotDataModule(pl.LightningDataModule):
         path = Path(self.roots[0]) / fmt.STATS_FILE
         if self.statistics_choice == "computed" or len(self.roots) > 1 or not path.is_file():
             return None
-        stored = stats.load_statistics(path)
+        stored = load_statistics(path, (self.state_key, self.action_key))
         if not stats.has_required(stored, (self.state_key, self.action_key)):
             return None
         features = self.train_data.parts[0].info.features

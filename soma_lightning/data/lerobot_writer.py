@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from soma_lightning.data import lerobot_format as fmt
-from soma_lightning.data.statistics import describe, describe_pixels, save_statistics
+from soma_lightning.data.statistics import describe, describe_pixels
+from soma_lightning.models.normalization import save_statistics
 
 _PNG_THREADS = 4
 _ZLIB_LEVEL = 1  # a 64-pixel frame: a third of the default level's time for a tenth more bytes

@@ -6,7 +6,6 @@ Quantiles are exact and pooled over all frames (`numpy.quantile`). LeRobot's own
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,37 +162,3 @@ def find_statistics(name: str | Path) -> Path:
         f"no statistics file at '{name}', and no packaged one of that name (packaged: {known}); use "
         "statistics='dataset' to take the data set's own"
     )
-
-
-def load_statistics(path: str | Path) -> Statistics:
-    """Reads a file in the form of LeRobot's `meta/stats.json`: {feature: {name: numbers}}.
-
-    path: as `find_statistics` takes it. Values come back as float64 (count: int64) with at least one axis. Raises
-    FileNotFoundError when there is no such file, ValueError when it is no such form.
-    """
-    file = find_statistics(path)
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no valid JSON: {error}") from error
-    statistics: Statistics = {}
-    if not isinstance(raw, dict) or not all(isinstance(numbers, dict) for numbers in raw.values()):
-        raise ValueError(f"{file} must hold {{feature: {{'mean': [...], 'std': [...], ...}}}} as meta/stats.json does")
-    for feature, numbers in raw.items():
-        statistics[feature] = {}
-        for name, values in numbers.items():
-            dtype = np.int64 if name == "count" else np.float64
-            try:
-                statistics[feature][name] = np.atleast_1d(np.asarray(values, dtype=dtype))
-            except (TypeError, ValueError, OverflowError) as error:
-                raise ValueError(f"{file}: '{feature}/{name}' is no array of numbers: {error}") from error
-    return statistics
-
-
-def save_statistics(statistics: Statistics, path: str | Path) -> None:
-    """Writes the form that `load_statistics` reads; float64 values survive exactly."""
-    plain = {
-        feature: {name: np.asarray(values).tolist() for name, values in numbers.items()}
-        for feature, numbers in statistics.items()
-    }
-    Path(path).write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ quantiles, 0 for mean_std) and back to itself exactly; every other dimension kee
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,16 +132,17 @@ def _statistic(statistics: Statistics, feature: str, name: str, mode: str) -> np
     return value
 
 
-def load_statistics(path: str | Path) -> Statistics:
-    """Reads statistics of state and action from LeRobot's `stats.json` or openpi's `norm_stats.json`.
+def load_statistics(path: str | Path, features: Sequence[str] = (STATE, ACTION)) -> Statistics:
+    """Reads statistics of `features` from LeRobot's `stats.json` or openpi's `norm_stats.json`.
 
-    The form is recognised by openpi's top-level key "norm_stats". Other features of the file are left out.
-    Raises FileNotFoundError, or ValueError naming the file and what is wrong in it.
+    The form is recognised by openpi's top-level key "norm_stats". Values come back as float64 vectors (count: int64);
+    other features of the file are left out. Raises FileNotFoundError, or ValueError naming the file and what is wrong
+    in it.
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is no valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -149,11 +150,10 @@ def load_statistics(path: str | Path) -> Statistics:
     if "norm_stats" in content:
         name_of = {theirs: ours for ours, theirs in _OPENPI_NAMES.items()}
         entries = {name_of.get(name, name): stats for name, stats in content["norm_stats"].items()}
-    statistics = {
-        feature: _vectors(entries[feature], feature, path) for feature in (STATE, ACTION) if feature in entries
-    }
+    statistics = {feature: _vectors(entries[feature], feature, path) for feature in features if feature in entries}
     if not statistics:
-        raise ValueError(f"{path} has no statistics of '{STATE}' or '{ACTION}'; it has {sorted(entries)}")
+        wanted = " or ".join(repr(feature) for feature in features)
+        raise ValueError(f"{path} has no statistics of {wanted}; it has {sorted(entries)}")
     return statistics
 
 
@@ -166,7 +166,7 @@ def _vectors(stats: Any, feature: str, path: Path) -> dict[str, np.ndarray]:
             continue
         try:
             vector = np.asarray(value, dtype=np.int64 if name == "count" else np.float64)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path}: '{name}' of '{feature}' is no vector of numbers: {error}") from error
         vectors[name] = np.atleast_1d(vector)
     lengths = {name: vector.shape for name, vector in vectors.items() if name != "count"}
@@ -200,4 +200,4 @@ def save_statistics(statistics: Statistics, path: str | Path, layout: Statistics
     else:
         raise ValueError(f"unknown statistics layout {layout!r}; known: lerobot, openpi")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")

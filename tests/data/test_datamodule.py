@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from soma_lightning.data import LeRobotDataModule
 from soma_lightning.data.lerobot import LeRobotDataset
-from soma_lightning.data.statistics import compute_statistics, save_statistics
+from soma_lightning.data.statistics import compute_statistics
+from soma_lightning.models.normalization import save_statistics
 
 CAMERA = "observation.images.image"
 Record = Callable[..., Path]
