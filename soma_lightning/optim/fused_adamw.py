@@ -47,7 +47,8 @@ class _Control:
     grads_of_stats: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     params_of_stats: list[Tensor] = field(default_factory=list)
-    masters_unchecked: bool = False
+    #: Parameter -> its version when its master was last written: in-place changes by anybody else show up in it.
+    versions_of_masters: dict[Tensor, int] = field(default_factory=dict)
 
 
 class _Work(NamedTuple):
@@ -258,7 +259,9 @@ class FusedAdamW(AdamW):
                 max_value=max_value,
                 take=take,
             )
-        self._control.masters_unchecked = False
+            self._control.versions_of_masters |= {
+                p: p._version for p, s in zip(params, states, strict=True) if MASTER_KEY in s
+            }
 
     # ------------------------------------------------------------------ state
 
@@ -284,14 +287,17 @@ class FusedAdamW(AdamW):
     def _ready_master(self, param: Tensor, master: Tensor | None) -> Tensor:
         if master is None:
             return param.detach().to(torch.float32)
-        if self._control.masters_unchecked:
-            # Weights may have been loaded apart from the optimizer: a master is valid where it rounds to its parameter.
+        if self._control.versions_of_masters.get(param) != param._version:
+            # Somebody loaded or changed the parameter: a master is valid where it rounds to its parameter.
             master = torch.where(master.to(param.dtype) == param, master, param.detach().to(torch.float32))
         return master
 
     def recheck_masters(self) -> None:
-        """Call after changing bf16 or fp16 parameters by hand: the next step starts from their new values."""
-        self._control.masters_unchecked = True
+        """Call after changing bf16 or fp16 parameters through `.data`: the next step starts from their new values.
+
+        Changes in place under `torch.no_grad()` and `load_state_dict` of the module are noticed without it.
+        """
+        self._control.versions_of_masters.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim.AdamW; ValueError naming a setting or a parameter that is not supported."""
@@ -320,7 +326,7 @@ class FusedAdamW(AdamW):
             saved = state_dict["state"].get(saved_id)
             if saved is not None:
                 self._restore_precision(param, saved)
-        self._control.masters_unchecked = True
+        self.recheck_masters()
         self._control.stats, self._control.grads_of_stats, self._control.params_of_stats = None, [], []
 
     def _restore_precision(self, param: Tensor, saved: dict[str, Any]) -> None:
@@ -334,7 +340,7 @@ class FusedAdamW(AdamW):
                 state[key] = saved[key].detach().to(param.device, torch.float32, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        control = _Control(master_weights=self.master_weights, norm_type=self.norm_type, masters_unchecked=True)
+        control = _Control(master_weights=self.master_weights, norm_type=self.norm_type)
         return {**super().__getstate__(), "_control": control}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -315,15 +315,42 @@ def test_masters_survive_torchs_adamw_without_becoming_stale() -> None:
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
 
 
-def test_weights_loaded_after_the_optimizer_win_over_old_masters() -> None:
+def through_data(optimizer: FusedAdamW, bias: Tensor) -> None:
+    bias.data.fill_(7.0)
+    optimizer.recheck_masters()
+
+
+def in_place(optimizer: FusedAdamW, bias: Tensor) -> None:
+    with torch.no_grad():
+        bias.fill_(7.0)
+
+
+@pytest.mark.parametrize("change", [in_place, through_data])
+def test_changed_weights_win_over_old_masters(change: Callable[[FusedAdamW, Tensor], None]) -> None:
     model = network(torch.bfloat16)
     optimizer = FP32MasterAdamW(groups(model), lr=0.0)
     master_run(model, optimizer, range(2))
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    kept = optimizer.state[model[4].weight]["soma_master"].clone()
+    change(optimizer, model[4].bias)
+    optimizer.step()
+    assert model[4].bias.tolist() == [7.0] * 3
+    assert torch.equal(optimizer.state[model[4].weight]["soma_master"], kept)  # no other master lost its low bits
+
+
+def test_a_parameter_that_sat_out_the_first_step_is_checked_later() -> None:
+    model = network(torch.bfloat16)
+    optimizer = FP32MasterAdamW(groups(model))
+    master_run(model, optimizer, range(2))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with torch.no_grad():
         model[4].bias.fill_(7.0)
-    optimizer.recheck_masters()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    model[4].bias.grad = None
+    optimizer.step()
+    model[4].bias.grad = torch.ones_like(model[4].bias)
     optimizer.step()
     assert model[4].bias.tolist() == [7.0] * 3
 
