@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from soma_lightning import __version__, plots
+from soma_lightning.attention import attention_path
 from soma_lightning.envs.base import ChunkOutcome, EnvGroup, Episode, require_known
 
-RESULTS, EPISODES, SETTINGS = "results.json", "episodes.jsonl", "settings.json"
+RESULTS, EPISODES, SETTINGS, REPORT = "results.json", "episodes.jsonl", "settings.json", "run_report.json"
 SUCCESS_CHART, CONTACT_SHEET, VIDEOS = "success.png", "contact_sheet.png", "videos"
 #: What a policy must offer to be evaluated.
 POLICY_PARTS = ("predict_action_batch", "noise_shape", "report_facts", "describe", "state_dict", "backbone_hash")
@@ -168,7 +169,7 @@ class _Log:
         """Puts the settings there, in place of an earlier evaluation's files; once."""
         if self._begun:
             return
-        for name in (RESULTS, SUCCESS_CHART, CONTACT_SHEET, EPISODES, SETTINGS):
+        for name in (RESULTS, REPORT, SUCCESS_CHART, CONTACT_SHEET, EPISODES, SETTINGS):
             (self.out / name).unlink(missing_ok=True)
         for video in (self.out / VIDEOS).glob("*"):
             if video.suffix in (".npz", ".mp4", _PARTIAL):
@@ -288,8 +289,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Rolls `policy` out on every (task, initial state) of `settings` and writes the results into `out`.
 
-    policy: has the POLICY_PARTS. An interrupted evaluation goes on where it stopped. Writes results.json, success.png,
-    videos/*.mp4 and contact_sheet.png; returns the results.
+    policy: has the POLICY_PARTS. An interrupted evaluation goes on where it stopped. Writes run_report.json with
+    the first episode, then results.json, success.png, videos/*.mp4 and contact_sheet.png; returns the results.
     Raises ValueError when more steps are to be executed than the policy predicts, for unknown tasks, and when `out`
     holds an evaluation with other settings or another policy, and for a policy that lacks a part; OSError when `out`
     cannot be written.
@@ -311,21 +312,35 @@ def evaluate(
         finished = {(rollout.task, rollout.init_state) for rollout in done}
         init_states = range(settings.first_init_state, settings.first_init_state + settings.episodes)
         todo = [Episode(task, k) for task in settings.tasks for k in init_states if (task, k) not in finished]
+        report = run_report(policy, settings)
         runner = _Runner(policy, envs, settings)
         begin = time.perf_counter()
         for rollout, frames in runner.run(todo):
             log.begin()
+            if not (out / REPORT).exists():
+                _write_json(out / REPORT, report)
             if frames:  # before the episode counts as finished, so that a killed run makes them again
                 _keep_frames(out, rollout, frames)
             log.add(rollout)
             done.append(rollout)
         results = summarize(settings, done)
-        results["policy"] = {"path": settings.policy, "backbone_hash": policy.backbone_hash(), **policy.report_facts()}
-        results["versions"] = {"soma_lightning": __version__, "torch": torch.__version__, "numpy": np.__version__}
+        results.update(report)
         results["seconds"] = {"wall": time.perf_counter() - begin, "episodes_run": len(todo), **runner.seconds}
         _write_json(out / RESULTS, results)
         _draw(out, results)
     return results
+
+
+def run_report(policy: Any, settings: EvaluationSettings) -> dict[str, Any]:
+    """What is evaluated and how, in plain types."""
+    last = settings.first_init_state + settings.episodes - 1
+    return {
+        "settings": asdict(settings),
+        "init_states": {task: [settings.first_init_state, last] for task in settings.tasks},
+        "policy": {"path": settings.policy, "backbone_hash": policy.backbone_hash(), **policy.report_facts()},
+        "attention": attention_path(),
+        "versions": {"soma_lightning": __version__, "torch": torch.__version__, "numpy": np.__version__},
+    }
 
 
 def summarize(settings: EvaluationSettings, rollouts: list[Rollout]) -> dict[str, Any]:
@@ -346,7 +361,7 @@ def summarize(settings: EvaluationSettings, rollouts: list[Rollout]) -> dict[str
         }
     total, episodes = sum(rollout.success for rollout in rollouts), len(rollouts)
     overall = {"successes": total, "episodes": episodes, "wilson95": list(wilson_interval(total, episodes))}
-    return {"settings": asdict(settings), "tasks": tasks, "overall": overall}
+    return {"tasks": tasks, "overall": overall}
 
 
 def _keep_frames(out: Path, rollout: Rollout, frames: list[np.ndarray]) -> None:

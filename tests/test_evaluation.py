@@ -140,7 +140,7 @@ def test_other_settings_are_refused_until_overwritten(tmp_path: Path):
 
 def test_files(tmp_path: Path):
     evaluate(NoisePolicy(), CountingEnvs(2), settings(), tmp_path)
-    for name in ("results.json", "success.png", "contact_sheet.png"):
+    for name in ("run_report.json", "results.json", "success.png", "contact_sheet.png"):
         assert (tmp_path / name).stat().st_size > 0
     assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
     assert json.loads((tmp_path / "results.json").read_text())["policy"]["kind"] == "noise"

@@ -30,9 +30,9 @@ def test_validation_agrees_with_the_cpu(make_run, monkeypatch: pytest.MonkeyPatc
         run, module, data = make_run(accelerator, accelerator=accelerator)
         chunk, width = module.policy.noise_shape
 
-        def forward(batch, *, generator, policy=module.policy, draw=draws[accelerator], **_):
+        def forward(batch, *, generator, policy=module.policy, draw=draws[accelerator], shape=(chunk, width), **_):
             rows = len(batch["action"])
-            noise = torch.randn(rows, chunk, width, generator=draw)
+            noise = torch.randn(rows, *shape, generator=draw)
             time = torch.rand(rows, generator=draw)
             return type(policy).sft_forward(policy, batch, noise=noise.to(policy.device), time=time.to(policy.device))
 
