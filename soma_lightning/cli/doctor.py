@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -27,8 +28,11 @@ def version_of(package: str) -> str:
 def main(argv: list[str]) -> int:
     """Prints versions, devices and the state of off-screen rendering. Returns 1 when something is missing."""
     if argv:
-        print("usage: soma doctor" if argv[0] in ("-h", "--help") else f"soma doctor takes no options, got {argv}")
-        return 0 if argv[0] in ("-h", "--help") else 2
+        if argv[0] in ("-h", "--help"):
+            print(f"usage: soma doctor\n\n{main.__doc__}")
+            return 0
+        print(f"error: soma doctor takes no options, got {argv}", file=sys.stderr)
+        return 2
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in PACKAGES:
         print(f"{package:<16}{version_of(package)}")

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
 
+from soma_lightning import __version__
+
 #: name -> (module with `main(argv) -> int`, one line of help)
 COMMANDS = {
     "fit": ("soma_lightning.cli.fit", "train a policy from a config file"),
@@ -28,7 +30,11 @@ LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {text}" for name, (_, text) in COMMANDS.items()]
-    return "usage: soma COMMAND [options]\n\n" + "\n".join(lines) + "\n\nsoma COMMAND --help says more."
+    return (
+        "usage: soma COMMAND [options]\n\n"
+        + "\n".join(lines)
+        + "\n\nsoma COMMAND --help says more; soma --version says which version this is."
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"soma-lightning {__version__}")
+        return 0
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)

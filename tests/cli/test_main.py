@@ -7,8 +7,10 @@ import signal
 import time
 
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from soma_lightning.cli import demos
+import soma_lightning
+from soma_lightning.cli import demos, fit
 from soma_lightning.cli import main as cli
 from soma_lightning.cli.fit import find_config, recipe_names, resolve_configs
 from soma_lightning.cli.parser import explain, options_of
@@ -23,6 +25,15 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["evla"]) == 2
     assert "did you mean 'eval'" in capsys.readouterr().err
+
+
+def test_version_and_the_help_of_doctor(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"soma-lightning {soma_lightning.__version__}\n"
+    assert cli.main(["doctor", "--help"]) == 0
+    assert "off-screen rendering" in capsys.readouterr().out
+    assert cli.main(["doctor", "--all"]) == 2
+    assert "takes no options" in capsys.readouterr().err
 
 
 def test_recipe_names_resolve_to_packaged_files():
@@ -98,3 +109,12 @@ def test_ctrl_c_and_termination_end_a_command_without_a_traceback(
     assert caught.value.code == 143
     assert capsys.readouterr().out == "cleaned up\n"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_terminated_fit_is_no_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def terminated(*arguments: object, **options: object) -> None:
+        raise SIGTERMException
+
+    monkeypatch.setattr(fit, "SomaCLI", terminated)
+    assert cli.main(["fit"]) == 143
+    assert "--ckpt_path last goes on" in capsys.readouterr().err
