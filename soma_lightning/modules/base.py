@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -83,6 +84,8 @@ class PolicyModule(LightningModule):
         self.draw_seed = torch.initial_seed()
         self._frozen: list[nn.Module] = policy.frozen_modules()  # as built: a callback that thaws one is caught
         self._ema = TrainableEMA(training.ema_decay) if training.ema_decay is not None else None
+        self._schedule: tuple[int, int] | None = None  # (warm-up, decay) steps of this run
+        self._resumed_schedule: tuple[int, int] | None = None
 
     # -- frozen parts -----------------------------------------------------------------------------------------------
 
@@ -102,6 +105,12 @@ class PolicyModule(LightningModule):
 
     def on_train_start(self) -> None:
         self._check_frozen()
+        if self._resumed_schedule is not None and self._resumed_schedule != self._schedule:
+            rank_zero_warn(
+                f"the checkpoint's learning rate followed a schedule of {self._resumed_schedule} (warm-up, decay) "
+                f"steps and goes on with one of {self._schedule}, because this run has another length (max_steps, "
+                "max_epochs, the data or the batch size); it extends the training but does not equal a run of this length"
+            )
 
     def on_validation_model_train(self) -> None:
         super().on_validation_model_train()
@@ -149,7 +158,7 @@ class PolicyModule(LightningModule):
             trainable, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
         )
         total_steps = self.trainer.estimated_stepping_batches
-        warmup, decay = fit_to_run(config.warmup_steps, config.decay_steps, total_steps)
+        self._schedule = warmup, decay = fit_to_run(config.warmup_steps, config.decay_steps, total_steps)
         schedule = LambdaLR(optimizer, warmup_cosine(warmup, decay, config.final_lr / config.lr))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -162,7 +171,8 @@ class PolicyModule(LightningModule):
     # -- checkpoint and export --------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["soma_policy"] = {**self._description(), "draw_seed": self.draw_seed}
+        schedule = {} if self._schedule is None else {"schedule": list(self._schedule)}
+        checkpoint["soma_policy"] = {**self._description(), **schedule, "draw_seed": self.draw_seed}
 
     def _description(self) -> dict[str, Any]:
         """What must be the same for a resumed run to continue: the policy's facts and how it is trained."""
@@ -176,6 +186,7 @@ class PolicyModule(LightningModule):
         if saved is None:
             raise ValueError("this checkpoint was not written by a policy module: it has no 'soma_policy' entry")
         self.draw_seed = saved["draw_seed"]
+        self._resumed_schedule = tuple(saved["schedule"]) if "schedule" in saved else None
         mine = self._description()
         found, wanted = set(checkpoint.get("state_dict", ())), set(self.state_dict())
         if found and found != wanted:  # a sharded checkpoint keeps its weights elsewhere, and checks them there
@@ -209,4 +220,8 @@ class PolicyModule(LightningModule):
 
     def report_facts(self) -> dict[str, Any]:
         """What the run report says of the objective, beside the policy's own facts."""
-        return {**self.policy.report_facts(), "training": asdict(self.training_config)}
+        facts = {**self.policy.report_facts(), "training": asdict(self.training_config)}
+        if self._schedule is not None:
+            warmup, decay = self._schedule
+            facts["schedule"] = f"warm-up over {warmup} steps, cosine down to step {decay}"
+        return facts

@@ -18,7 +18,7 @@ class PI05Module(PolicyModule):
 
     pretrained: folder or hub id of a checkpoint (any public layout); None starts from random weights.
     revision: hub revision of `pretrained`.
-    size: "base" (public sizes) or "tiny", for a model without `pretrained`.
+    size: "base" (public sizes, also what None means) or "tiny"; only for a model without `pretrained`.
     config: changes to the configuration of the checkpoint or size, e.g. {"dtype": "bfloat16"}.
     trainable: "expert" (expert, action and time projections) or "all".
     statistics: "data" takes the data module's, "checkpoint" keeps those saved with `pretrained`.
@@ -29,7 +29,7 @@ class PI05Module(PolicyModule):
         self,
         pretrained: str | None = None,
         revision: str | None = None,
-        size: Literal["base", "tiny"] = "base",
+        size: Literal["base", "tiny"] | None = None,
         config: dict[str, Any] | None = None,
         trainable: Literal["expert", "all"] = "expert",
         statistics: Literal["data", "checkpoint"] = "data",
@@ -38,13 +38,15 @@ class PI05Module(PolicyModule):
         changes = {**(config or {}), "trainable": trainable}
         if pretrained is None and revision is not None:
             raise ValueError(f"revision={revision!r} has no effect without pretrained; set pretrained to a hub id")
+        if pretrained is not None and size is not None:
+            raise ValueError(f"size={size!r} has no effect with pretrained={pretrained!r}; leave one of them out")
         if pretrained is None and statistics == "checkpoint":
             raise ValueError("statistics='checkpoint' needs pretrained; use statistics='data' for a new model")
         if pretrained is not None:
             policy = PI05Policy.from_pretrained(pretrained, revision=revision, changes=changes)
         else:
             sizes = {"base": PI05Config.base(), "tiny": PI05Config.tiny()}
-            policy = PI05Policy(changed_config(sizes[size], changes))
+            policy = PI05Policy(changed_config(sizes[size or "base"], changes))
             policy.reset_parameters()
         super().__init__(policy, training)
         self.statistics_from = statistics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -146,6 +147,20 @@ def test_a_changed_training_setting_is_refused_on_resume(make_run, change: dict,
     assert trainer.global_step == 5
 
 
+def test_a_resumed_run_of_another_length_says_that_its_schedule_changed(make_run, tmp_path: Path):
+    trainer, module, data = make_run("first", max_steps=4)
+    trainer.fit(module, data)
+    assert module.report_facts()["schedule"] == "warm-up over 0 steps, cosine down to step 4"
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer, module, data = make_run("longer", max_steps=10)
+    with pytest.warns(UserWarning, match=r"schedule of \(0, 4\) .* goes on with one of \(1, 10\)"):
+        trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    trainer, module, data = make_run("same", max_steps=4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*schedule of")
+        trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+
+
 def test_export_is_the_trained_policy(make_run, tmp_path: Path):
     trainer, module, data = make_run("run")
     trainer.fit(module, data)
@@ -204,6 +219,7 @@ def test_run_report(make_run, tmp_path: Path):
     [
         ({"revision": "main"}, "no effect without pretrained"),
         ({"statistics": "checkpoint"}, "needs pretrained"),
+        ({"size": "tiny", "pretrained": "somewhere"}, "size='tiny' has no effect with pretrained='somewhere'"),
         ({"size": "tiny", "config": {"chunk_sise": 3}}, "chunk_size"),
         ({"size": "tiny", "config": {"n_action_steps": 9}}, "n_action_steps=9"),
     ],
