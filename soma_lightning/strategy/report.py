@@ -164,5 +164,8 @@ def _versions() -> dict[str, str]:
 
 
 def _short(value: object) -> str:
+    """Lists are cut, because names may be many; settings are shown whole."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {setting}" for key, setting in value.items()) or "none"
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -228,6 +228,16 @@ class SomaSpeedStrategy(ParallelStrategy):
         assert self.model is not None
         with self.engine.gradient_sync(self.model, enabled=False):
             yield
+
+    def on_train_end(self) -> None:
+        """Says how many steps the run lost: skips that do not follow each other never stop it."""
+        super().on_train_end()
+        for optimizer in map(unwrap_optimizer, self.optimizers):
+            if isinstance(optimizer, FusedAdamW) and optimizer.skipped_steps:
+                rank_zero_warn(
+                    f"{int(optimizer.skipped_steps)} optimizer steps were skipped because of non-finite gradients and "
+                    "changed nothing; nonfinite='raise' stops at the first one and names the parameter"
+                )
 
     # ------------------------------------------------------------------ report
 

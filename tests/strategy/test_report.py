@@ -101,9 +101,11 @@ def test_trainable_parameters_without_optimizer_are_named(
 def test_module_and_data_module_add_their_facts(
     net: Any, make_trainer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    settings = {f"setting_{number}": number for number in range(20)}
+
     class Facts(net):  # type: ignore[misc, valid-type]
         def report_facts(self) -> dict[str, Any]:
-            return {"chunk length": 50, "executed steps": 10}
+            return {"chunk length": 50, "executed steps": 10, "training": settings}
 
     class Data(L.LightningDataModule):
         def train_dataloader(self) -> Any:
@@ -114,9 +116,10 @@ def test_module_and_data_module_add_their_facts(
 
     with caplog.at_level("INFO"):
         make_trainer("somaspeed", max_steps=1).fit(Facts(), datamodule=Data())
-    assert written(tmp_path)["model"] == {"chunk length": 50, "executed steps": 10}
+    assert written(tmp_path)["model"] == {"chunk length": 50, "executed steps": 10, "training": settings}
     assert written(tmp_path)["data"]["episodes"] == list(range(200))
     assert "executed steps: 10" in caplog.text
+    assert all(f"setting_{number} {number}" in caplog.text for number in range(20))  # settings are never cut
     (episodes,) = [line for line in caplog.text.splitlines() if line.lstrip().startswith("episodes:")]
     assert episodes.endswith("...")
     assert len(episodes) < 120

@@ -157,7 +157,8 @@ def test_a_nan_gradient_skips_the_step_and_is_counted(net: Any, make_trainer: An
     poison = Poison(3, 6)
     trainer = make_trainer("somaspeed", gradient_clip_val=0.5, callbacks=[poison])
     model = net()
-    trainer.fit(model)
+    with pytest.warns(UserWarning, match="2 optimizer steps were skipped because of non-finite gradients"):
+        trainer.fit(model)
     assert trainer.global_step == 10
     assert trainer.optimizers[0].skipped_steps.item() == 2
     for step in range(9):
@@ -184,8 +185,14 @@ def test_too_many_skips_in_a_row_stop_the_run(net: Any, make_trainer: Any) -> No
 
 def test_skips_without_limit_never_stop_the_run(net: Any, make_trainer: Any) -> None:
     trainer = make_trainer(SomaSpeedStrategy(max_consecutive_skips=None), callbacks=[Poison(*range(20))], max_steps=15)
-    trainer.fit(net())
+    with pytest.warns(UserWarning, match="15 optimizer steps were skipped"):
+        trainer.fit(net())
     assert trainer.optimizers[0].skipped_steps.item() == 15
+
+
+def test_a_run_without_skips_warns_of_none(net: Any, make_trainer: Any, recwarn: pytest.WarningsRecorder) -> None:
+    make_trainer("somaspeed").fit(net())
+    assert not [warning for warning in recwarn if "were skipped" in str(warning.message)]
 
 
 def rows_of(logger: CSVLogger) -> list[dict[str, str]]:
