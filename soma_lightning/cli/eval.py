@@ -143,7 +143,12 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv).as_dict()
     try:
         evaluate_policy(tasks=options.pop("task"), **options)
-    except (ValueError, OSError, ImportError, WorkerError, RenderingUnavailableError) as error:
+    except WorkerError as error:
+        print(
+            f"error: {error}\nFinished episodes are kept: the same command goes on where it stopped.", file=sys.stderr
+        )
+        return 2
+    except (ValueError, OSError, ImportError, RenderingUnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import soma_lightning
@@ -144,7 +145,8 @@ class SomaCLI(LightningCLI):
 
 
 def main(argv: list[str]) -> int:
-    """argv[0] is the Lightning subcommand. Returns the exit status: 2 for a wrong command line or bad input."""
+    """argv[0] is the Lightning subcommand. Returns the exit status: 2 for a wrong command line or bad input, 143 after
+    SIGTERM."""
     typed = sys.argv
     try:
         # Lightning starts further processes with sys.argv, so the resolved command line must stand there.
@@ -164,6 +166,9 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError, ImportError, MisconfigurationException) as error:
         print(f"error: {explain(str(error), ())}", file=sys.stderr)
         return 2
+    except SIGTERMException:  # a SystemExit without a status, which a shell would take for success
+        print(f"soma {argv[0]}: terminated; --ckpt_path last goes on from the last checkpoint", file=sys.stderr)
+        return 143
     finally:
         sys.argv = typed
     return 0
