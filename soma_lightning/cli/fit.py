@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import soma_lightning
 from soma_lightning.cli.parser import ShortErrors, explain
 from soma_lightning.imports import is_available
 from soma_lightning.models.registry import load_extensions
+from soma_lightning.modules.base import PolicyModule
 from soma_lightning.plots import learning_curve
 
 RECIPES = Path(soma_lightning.__file__).parent / "recipes"
@@ -81,6 +83,10 @@ def check_checkpoint(path: Path) -> None:
 class SomaParser(ShortErrors, LightningArgumentParser):
     """LightningCLI's parser with short errors."""
 
+    def help_command(self, source: Any) -> str:
+        # The prog of a subcommand has "[options]" in it, that of a nested class's parser no subcommand.
+        return f"soma {sys.argv[1]} --help"
+
 
 class LearningCurve(Callback):
     """Draws learning_curve.png beside metrics.csv when a fit ends."""
@@ -132,6 +138,8 @@ class SomaCLI(LightningCLI):
             check_checkpoint(Path(chosen))
 
     def before_fit(self) -> None:
+        if isinstance(self.model, PolicyModule):  # its frozen parts are in eval mode on purpose, and it checks them
+            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
         if self.config.fit.ckpt_path != "last":
             return
         checkpoint = self.trainer.checkpoint_callback

@@ -74,8 +74,12 @@ class ShortErrors:
         source: Any = getattr(ex, "subcommand_parser", None) or self
         parsers: tuple[Any, ...] = (source, self)
         known = {action.dest for parser in parsers for action in parser._actions}
-        print(f"error: {explain(message, known)}\n{source.prog} --help lists every option.", file=sys.stderr)
+        print(f"error: {explain(message, known)}\n{self.help_command(source)} lists every option.", file=sys.stderr)
         sys.exit(2)
+
+    def help_command(self, source: Any) -> str:
+        """The command that lists the options of `source`, the parser that found the error."""
+        return f"{source.prog} --help"
 
 
 class CommandParser(ShortErrors, ArgumentParser):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
+from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import soma_lightning
 from soma_lightning.cli import demos, fit
 from soma_lightning.cli import main as cli
-from soma_lightning.cli.fit import find_config, recipe_names, resolve_configs
+from soma_lightning.cli.fit import SomaCLI, find_config, recipe_names, resolve_configs
 from soma_lightning.cli.parser import explain, options_of
+from soma_lightning.modules.base import PolicyModule
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
@@ -118,3 +122,26 @@ def test_a_terminated_fit_is_no_success(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(fit, "SomaCLI", terminated)
     assert cli.main(["fit"]) == 143
     assert "--ckpt_path last goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--model.trainable", "some"], ["--trainer.max_step", "5"], ["--data.batch_size", "many"]]
+)
+def test_every_error_of_fit_names_the_command_that_lists_its_options(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["fit", "--config", "pi05_somatable", *arguments])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith("\nsoma fit --help lists every option.\n")
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_frozen_parts_in_eval_mode_are_no_warning_but_other_modules_are(ours: bool):
+    model = PolicyModule.__new__(PolicyModule) if ours else torch.nn.Module()
+    command = SimpleNamespace(model=model, config=SimpleNamespace(fit=SimpleNamespace(ckpt_path=None)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        SomaCLI.before_fit(command)
+        warnings.warn("Found 9 module(s) in eval mode at the start of training.", stacklevel=1)
+    assert len(seen) == (0 if ours else 1)
