@@ -109,7 +109,7 @@ class PolicyModule(LightningModule):
             rank_zero_warn(
                 f"the checkpoint's learning rate followed a schedule of {self._resumed_schedule} (warm-up, decay) "
                 f"steps and goes on with one of {self._schedule}, because this run has another length (max_steps, "
-                "max_epochs, the data or the batch size); it extends the training but does not equal a run of this length"
+                "max_epochs, data or batch size); it extends the training but does not equal one run of this length"
             )
 
     def on_validation_model_train(self) -> None:
