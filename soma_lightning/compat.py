@@ -1,10 +1,11 @@
-"""Which private corners of Lightning this package leans on, in one place; `tests/canaries` tests each of them.
+"""Which private corners of Lightning and torch this package leans on, in one place; `tests/canaries` tests them.
 
 Lightning is imported inside the functions, so that importing this module costs nothing.
 """
 
 from __future__ import annotations
 
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 
@@ -13,6 +14,14 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def is_still_scaled(scaler: GradScaler | None, optimizer: Optimizer) -> bool:
+    """Whether `scaler` has yet to unscale the gradients of `optimizer` for its next step."""
+    if scaler is None or not scaler.is_enabled():
+        return False
+    states = scaler._per_optimizer_states
+    return id(optimizer) not in states or states[id(optimizer)]["stage"] is OptState.READY
 
 
 def count_as_single_device(strategy_class: type, *, fabric: bool) -> None:

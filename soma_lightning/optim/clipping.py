@@ -43,7 +43,15 @@ class ClipRule:
             )
 
     def tightened(self, other: ClipRule) -> ClipRule:
-        """Both rules, one after the other: the smaller limit wins. ValueError if one clips by norm, one by value."""
+        """Both rules, one after the other: the smaller limit wins.
+
+        ValueError if one clips by norm and one by value, or both by norms of two types.
+        """
+        if self.max_norm is not None and other.max_norm is not None and self.norm_type != other.norm_type:
+            raise ValueError(
+                f"max_norm={self.max_norm} of norm type {self.norm_type} and max_norm={other.max_norm} of norm type "
+                f"{other.norm_type} are both set for one step; use one norm type"
+            )
         return ClipRule(
             max_norm=_smaller(self.max_norm, other.max_norm),
             max_value=_smaller(self.max_value, other.max_value),

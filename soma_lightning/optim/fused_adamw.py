@@ -40,6 +40,7 @@ class _Control:
     master_weights: bool = False
     norm_type: float = 2.0
     rule: ClipRule | None = None
+    bound: _Bound | None = None
     last_grad_norm: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
     skipped_steps: Tensor = field(default_factory=lambda: torch.tensor(0))
     consecutive_skips: Tensor = field(default_factory=lambda: torch.tensor(0))
@@ -49,6 +50,13 @@ class _Control:
     params_of_stats: list[Tensor] = field(default_factory=list)
     #: Parameter -> its version when its master was last written: in-place changes by anybody else show up in it.
     versions_of_masters: dict[Tensor, int] = field(default_factory=dict)
+
+
+class _Bound(NamedTuple):
+    """The gradients that a clipping rule is meant for, and their versions at that moment."""
+
+    grads: list[Tensor]
+    versions: list[int]
 
 
 class _Work(NamedTuple):
@@ -124,7 +132,10 @@ class FusedAdamW(AdamW):
 
     @property
     def pending_clip(self) -> ClipRule | None:
-        """What the next `step()` applies, or None."""
+        """What the next `step()` applies if the gradients stay as they are, or None."""
+        bound = self._control.bound
+        if bound is not None and {id(g) for g in bound.grads}.isdisjoint(map(id, self._present_grads())):
+            return None
         return self._control.rule
 
     def clip(
@@ -144,6 +155,37 @@ class FusedAdamW(AdamW):
         """
         rule = ClipRule(max_norm, max_value, normalizer, self.norm_type if norm_type is None else norm_type)
         self._control.rule = None if max_norm is None and max_value is None and normalizer is None else rule
+        self._control.bound = None
+
+    def clip_present(self, rule: ClipRule) -> None:
+        """Like `clip`, for the gradients that exist now, as torch.nn.utils.clip_grad_norm_ would clip them.
+
+        The rule is dropped with them: a step whose gradients are all new ones is not clipped. RuntimeError in the step
+        when the gradients were written to in between: they would have been clipped before that, not after it.
+        """
+        grads = self._present_grads()
+        self._control.rule, self._control.bound = rule, _Bound(grads, [g._version for g in grads])
+
+    def _present_grads(self) -> list[Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def _take_rule(self) -> ClipRule | None:
+        """What this step applies; it is used up."""
+        control = self._control
+        rule, control.rule = control.rule, None
+        bound, control.bound = control.bound, None
+        if rule is None or bound is None:
+            return rule
+        grads = self._present_grads()
+        if {id(g) for g in bound.grads}.isdisjoint(map(id, grads)):
+            return None
+        same = len(grads) == len(bound.grads) and all(map(operator.is_, grads, bound.grads))
+        if not same or [g._version for g in grads] != bound.versions:
+            raise RuntimeError(
+                "gradients were changed between clipping and step(); clipping happens inside the step here, so it "
+                "would act on the changed ones: clip last, or keep torch's step with fused_optimizer=False"
+            )
+        return rule
 
     def grad_norm(self, norm_type: float | None = None) -> Tensor:
         """0-d: global norm of the gradients as they are now; the next `step()` reuses the pass if they do not change.
@@ -178,7 +220,7 @@ class FusedAdamW(AdamW):
             with torch.enable_grad():
                 loss = closure()
         control = self._control
-        rule, control.rule = control.rule, None
+        rule = self._take_rule()
         work = self._collect()
         if not work:
             return loss

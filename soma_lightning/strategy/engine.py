@@ -132,13 +132,20 @@ class Engine:
     # ------------------------------------------------------------------ every step
 
     def defer_clipping(
-        self, optimizer: FusedAdamW, *, max_norm: float | None = None, max_value: float | None = None
+        self,
+        optimizer: FusedAdamW,
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        norm_type: float | None = None,
     ) -> None:
-        """Adds a limit to what the optimizer's next step applies; called twice, the smaller limit wins."""
-        rule = ClipRule(max_norm, max_value, norm_type=optimizer.norm_type)
-        if optimizer.pending_clip is not None:
-            rule = optimizer.pending_clip.tightened(rule)
-        optimizer.clip(rule.max_norm, rule.max_value, rule.normalizer, norm_type=rule.norm_type)
+        """Adds a limit to what the optimizer's next step does to the present gradients; of two, the smaller one wins.
+
+        norm_type: None means the optimizer's. ValueError for a limit by norm and one by value together.
+        """
+        rule = ClipRule(max_norm, max_value, norm_type=optimizer.norm_type if norm_type is None else norm_type)
+        pending = optimizer.pending_clip
+        optimizer.clip_present(rule if pending is None else pending.tightened(rule))
 
     def after_step(self, optimizer: Optimizer, *, where: str) -> None:
         """Applies the non-finite policy. `where` names the step in an error, for example "global_step 12"."""

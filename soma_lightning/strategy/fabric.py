@@ -211,7 +211,7 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
                 f"the gradient norm (type {float(norm_type)}) is {norm.item()}{source}. Nothing was changed; "
                 "error_if_nonfinite=False skips such steps instead"
             )
-        optimizer.clip(max_norm=float(max_norm), norm_type=float(norm_type))
+        self.engine.defer_clipping(optimizer, max_norm=float(max_norm), norm_type=float(norm_type))
         return norm
 
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -219,7 +219,7 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
             super().clip_gradients_value(module, optimizer, clip_val)
             return
         self.precision.unscale_gradients(optimizer)
-        optimizer.clip(max_value=float(clip_val))
+        self.engine.defer_clipping(optimizer, max_value=float(clip_val))
 
 
 class _BackwardSync:

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
-from soma_lightning.compat import unwrap_optimizer
+from soma_lightning.compat import is_still_scaled, unwrap_optimizer
 from soma_lightning.optim.fused_adamw import FusedAdamW
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ class DeferredClipping(Precision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         target = unwrap_optimizer(optimizer)
-        if not isinstance(target, FusedAdamW):
+        # In manual optimization a GradScaler unscales in the step, after this call: what is asked for is a limit of the
+        # scaled gradients.
+        if not isinstance(target, FusedAdamW) or is_still_scaled(getattr(self, "scaler", None), target):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
         elif clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self.soma_engine.defer_clipping(target, max_value=float(clip_val))

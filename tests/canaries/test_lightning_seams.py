@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from soma_lightning import FabricSomaSpeedStrategy, SomaSpeedStrategy
-from soma_lightning.compat import unwrap_optimizer
+from soma_lightning.compat import is_still_scaled, unwrap_optimizer
 
 
 def parameter() -> nn.Parameter:
@@ -119,3 +119,17 @@ def test_foreach_norm_takes_an_accumulation_dtype() -> None:
     (norm,) = torch._foreach_norm([torch.ones(4, dtype=torch.bfloat16)], 2.0, dtype=torch.float32)
     assert norm.dtype == torch.float32
     assert norm.item() == 2.0
+
+
+def test_a_grad_scaler_tells_whether_it_has_unscaled() -> None:
+    weight, scaler = parameter(), torch.amp.GradScaler("cpu")
+    optimizer = AdamW([weight])
+    assert not is_still_scaled(None, optimizer)
+    assert not is_still_scaled(torch.amp.GradScaler("cpu", enabled=False), optimizer)
+    for _ in range(2):
+        scaler.scale(weight.sum()).backward()
+        assert is_still_scaled(scaler, optimizer)
+        scaler.unscale_(optimizer)
+        assert not is_still_scaled(scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()

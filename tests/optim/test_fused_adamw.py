@@ -397,6 +397,59 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
+def clipped_present() -> tuple[nn.Parameter, FusedAdamW]:
+    param = nn.Parameter(torch.zeros(2))
+    fused = FusedAdamW([param], lr=0.1, betas=(0.0, 0.9))
+    param.grad = torch.tensor([3.0, 4.0])
+    fused.clip_present(ClipRule(max_norm=1.0))
+    return param, fused
+
+
+def test_a_rule_for_the_present_gradients_applies_to_them() -> None:
+    param, fused = clipped_present()
+    fused.step()
+    assert fused.state[param]["exp_avg"].tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+    assert fused.pending_clip is None
+
+
+@pytest.mark.parametrize("between", ["pending_clip", "step alone"])
+def test_a_rule_for_the_present_gradients_goes_with_them(between: str) -> None:
+    param, fused = clipped_present()
+    fused.zero_grad()
+    param.grad = torch.tensor([3.0, 4.0])
+    if between == "pending_clip":
+        assert fused.pending_clip is None
+    fused.step()
+    assert fused.state[param]["exp_avg"].tolist() == [3.0, 4.0]
+
+
+def test_gradients_written_after_clipping_are_refused() -> None:
+    param, fused = clipped_present()
+    assert param.grad is not None
+    param.grad.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"changed between clipping and step\(\).*clip last, or keep torch's step"):
+        fused.step()
+    assert not fused.state[param]
+    assert not param.any()
+    fused.step()  # the rule is used up
+    assert fused.state[param]["exp_avg"].tolist() == [4.0, 5.0]
+
+
+def test_a_rule_of_the_user_outlives_zero_grad() -> None:
+    param, fused = clipped_present()
+    fused.clip(max_norm=1.0)
+    fused.zero_grad()
+    param.grad = torch.tensor([3.0, 4.0])
+    fused.step()
+    assert fused.state[param]["exp_avg"].tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+def test_limits_of_two_norm_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_norm=1.0 of norm type 2.0 and max_norm=0.5 of norm type inf"):
+        ClipRule(max_norm=1.0).tightened(ClipRule(max_norm=0.5, norm_type=math.inf))
+    assert ClipRule(max_value=1.0).tightened(ClipRule(max_value=0.5, norm_type=math.inf)).max_value == 0.5
+
+
 def test_asking_for_the_norm_first_costs_no_second_pass(passes: list[int]) -> None:
     model = network()
     fused = FusedAdamW(groups(model))

@@ -126,6 +126,48 @@ def test_a_rule_set_through_the_wrapper_reaches_the_optimizer() -> None:
     assert optimizer.optimizer.norm_type == math.inf
 
 
+@pytest.mark.parametrize("limits", [(0.1, 0.3), (0.3, 0.1)])
+@pytest.mark.parametrize("kind", ["max_norm", "clip_val"])
+def test_of_two_limits_in_one_step_the_smaller_one_applies(
+    difference: Difference, kind: str, limits: tuple[float, float]
+) -> None:
+    models = []
+    for strategy in ("auto", "somaspeed"):
+        fab, model = fabric(strategy), network()
+        wrapped, optimizer = fab.setup(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+        for step in range(4):
+            fab.backward(wrapped(inputs(step)).pow(2).sum())
+            for limit in limits:
+                fab.clip_gradients(wrapped, optimizer, **{kind: limit / 10})
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert difference(*models) <= 1e-6
+
+
+def test_both_kinds_of_limit_in_one_step_are_refused() -> None:
+    fab, _, wrapped, optimizer = with_gradients()
+    fab.clip_gradients(wrapped, optimizer, max_norm=0.5)
+    with pytest.raises(ValueError, match="max_norm=0.5 and max_value=0.2 are both set"):
+        fab.clip_gradients(wrapped, optimizer, clip_val=0.2)
+
+
+def test_a_limit_does_not_outlive_gradients_that_were_thrown_away(difference: Difference) -> None:
+    models = []
+    for strategy in ("auto", "somaspeed"):
+        fab, model = fabric(strategy), network()
+        wrapped, optimizer = fab.setup(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+        for step in range(6):
+            fab.backward(wrapped(inputs(step)).pow(2).sum())
+            if step % 2:
+                fab.clip_gradients(wrapped, optimizer, max_norm=0.01)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert difference(*models) == 0.0
+
+
 def test_error_if_nonfinite_comes_before_any_change() -> None:
     fab, model, wrapped, optimizer = with_gradients()
     model[2].bias.grad[0] = math.inf
