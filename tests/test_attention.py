@@ -344,6 +344,26 @@ def test_autocast_lowers_the_inputs() -> None:
     assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in x.values())
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    x = make_inputs(True, True, T=2, Hq=4, Hkv=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(x)
+    assert out.dtype == torch.float64
+    assert torch.equal(out, call(x))
+
+
+def test_a_backward_inside_autocast_has_the_same_bits() -> None:
+    """Products of the backward run in fp32 whatever surrounds it."""
+    grads = []
+    for inside in (False, True):
+        x = leaves({name: tensor.float() for name, tensor in make_inputs(True, True, T=2, Hq=4, Hkv=2).items()})
+        out = call(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out.square().sum().backward()
+        grads.append({name: tensor.grad for name, tensor in x.items()})
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
 def test_compiles_into_one_graph() -> None:
     x = leaves({name: tensor.float() for name, tensor in make_inputs(True, True, T=2, Hq=4, Hkv=2).items()})
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
@@ -359,6 +379,9 @@ def test_the_module_is_the_operator() -> None:
     module: Any = soma_lightning.attention
     context = ContextKV(x["ck"], x["cv"])
     assert torch.equal(module(x["q"], x["k"], x["v"], context=context), call(x))
+    own: dict[str, Any] = {"key_mask": make_mask("random", 4, LK), "scale": 0.3}
+    expected = attention(x["q"], x["k"], x["v"], context=context, **own)
+    assert torch.equal(module(x["q"], x["k"], x["v"], context=context, **own), expected)
     assert str(inspect.signature(module)) == str(inspect.signature(attention))
     assert module.ContextKV is soma_lightning.ContextKV
     assert "torch" in attention_path()
