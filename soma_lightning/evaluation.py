@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -87,8 +88,8 @@ def wilson_interval(successes: int, episodes: int, z: float = 1.959964) -> tuple
 
 
 def draw_noise(settings: EvaluationSettings, episode: Episode, look: int, shape: tuple[int, ...]) -> Tensor:
-    """The noise a chunk starts from: a function of (seed, the task's place in `tasks`, initial state, look) only."""
-    key = [settings.seed, settings.tasks.index(episode.task), episode.init_state, look]
+    """The noise a chunk starts from: a function of (seed, task name, initial state, look) only."""
+    key = [settings.seed, zlib.crc32(episode.task.encode()), episode.init_state, look]
     seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -378,7 +379,8 @@ def _keep_frames(out: Path, rollout: Rollout, frames: list[np.ndarray]) -> None:
 def _draw(out: Path, results: dict[str, Any]) -> None:
     rows: list[tuple[str, int, int, tuple[float, float]]]
     rows = [(n, t["successes"], t["episodes"], tuple(t["wilson95"])) for n, t in results["tasks"].items()]
-    plots.success_bars(rows, out / SUCCESS_CHART, Path(results["settings"]["policy"]).name or "policy")
+    title = "/".join(Path(results["settings"]["policy"]).absolute().parts[-2:])  # every run's folder is named "policy"
+    plots.success_bars(rows, out / SUCCESS_CHART, title)
     rollouts = []
     for path in sorted((out / VIDEOS).glob("*.npz")):
         with np.load(path) as kept:

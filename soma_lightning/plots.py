@@ -14,6 +14,7 @@ from soma_lightning.imports import require_package
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (the back end must be chosen first)
+from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 COLOR, SECOND_COLOR = "#2a6f97", "#c8553d"
 
@@ -59,6 +60,9 @@ def learning_curve(metrics_csv: Path, path: Path) -> Path:
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("flow-matching loss")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")  # 0.3 instead of 3 x 10^-1
+    axes.yaxis.set_minor_formatter(NullFormatter())
     lines = list(axes.get_lines())
     steps, errors = read_curve(metrics_csv, "val_action_error")
     if len(steps):
@@ -66,7 +70,8 @@ def learning_curve(metrics_csv: Path, path: Path) -> Path:
         lines += right.plot(steps, errors, "s--", color=SECOND_COLOR, label="val_action_error", markersize=4)
         right.set_ylabel("mean absolute action error")
         right.set_ylim(bottom=0)
-    axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False)
+    labels = [str(line.get_label()) for line in lines]
+    axes.legend(lines, labels, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)  # off the curves
     return _save(figure, path)
 
 

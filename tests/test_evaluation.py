@@ -100,6 +100,12 @@ def test_outcome_does_not_depend_on_the_number_of_slots(tmp_path: Path):
     assert 0 < one["overall"]["successes"] < 14
 
 
+def test_a_task_does_as_well_alone_as_among_others(tmp_path: Path):
+    together = evaluate(NoisePolicy(), CountingEnvs(3), settings(), tmp_path / "together")
+    alone = evaluate(NoisePolicy(), CountingEnvs(3), settings(tasks=("push",)), tmp_path / "alone")
+    assert outcome_of(alone)["push"] == outcome_of(together)["push"]
+
+
 def test_outcome_is_what_the_noise_says(tmp_path: Path):
     used = settings(tasks=("push",), episodes=3)
     results = evaluate(NoisePolicy(), CountingEnvs(2), used, tmp_path)
@@ -271,6 +277,13 @@ def test_a_folder_that_is_a_file(tmp_path: Path):
 def test_a_policy_that_cannot_be_evaluated(tmp_path: Path):
     with pytest.raises(ValueError, match="SimpleNamespace cannot be evaluated: it has no predict_action_batch"):
         evaluate(SimpleNamespace(noise_shape=(4, 7)), CountingEnvs(2), settings(), tmp_path)
+
+
+def test_the_chart_is_titled_by_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    titles = []
+    monkeypatch.setattr(plots, "success_bars", lambda rows, path, title: titles.append(title))
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(policy="/runs/blind/policy", recorded=0), tmp_path)
+    assert titles == ["blind/policy"]
 
 
 def test_ends_of_the_interval_are_exact(tmp_path: Path):

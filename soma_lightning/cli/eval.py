@@ -14,7 +14,15 @@ from soma_lightning.cli.parser import CommandParser
 from soma_lightning.envs.base import require_known
 from soma_lightning.envs.rendering import RenderingUnavailableError
 from soma_lightning.envs.worker import WorkerError
-from soma_lightning.evaluation import EvaluationSettings, check_folder, evaluate
+from soma_lightning.evaluation import (
+    CONTACT_SHEET,
+    RESULTS,
+    SUCCESS_CHART,
+    VIDEOS,
+    EvaluationSettings,
+    check_folder,
+    evaluate,
+)
 from soma_lightning.models.registry import get_model, load_extensions
 
 
@@ -126,7 +134,8 @@ def print_results(results: dict[str, Any], out: Path) -> None:
         low, high = task["wilson95"]
         count = f"{task['successes']}/{task['episodes']}"
         print(f"{name:<16}{count:>10}{task['rate']:>8.2f}   {low:.3f} to {high:.3f}")
-    print(f"written: {out / 'results.json'}, {out / 'success.png'}")
+    written = (RESULTS, SUCCESS_CHART, CONTACT_SHEET, VIDEOS)
+    print(f"written: {', '.join(str(out / name) for name in written if (out / name).exists())}")
 
 
 def build_parser() -> CommandParser:

@@ -138,6 +138,15 @@ def test_executed_steps_from_one_to_the_whole_chunk(policy: Path, tmp_path: Path
     assert results(tmp_path)["overall"]["episodes"] == 1
 
 
+def test_what_was_written_is_named(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    always = ("results.json", "success.png")
+    for recorded, names in ((0, always), (1, (*always, "contact_sheet.png", "videos"))):
+        out = tmp_path / str(recorded)
+        assert evaluate(policy, out, "--episodes", "1", "--recorded", str(recorded)) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == f"written: {', '.join(str(out / name) for name in names)}"
+
+
 def test_comparison(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # relative paths
     assert evaluate(policy, Path("one"), "--episodes", "1") == 0
