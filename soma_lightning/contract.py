@@ -79,7 +79,10 @@ def batch_from_observation(observation: EnvObservation) -> dict[str, Any]:
     """
     for key in ("main_images", "states", "task_descriptions"):
         if key not in observation:
-            raise KeyError(f"the observation has no '{key}'; it has {sorted(observation)}")
+            raise KeyError(
+                f"the observation has no '{key}'; it has {sorted(observation)}. A group's observe(slots) gives such a "
+                "batch; that of a single environment is envs.batch_observations([(env.observe(), env.instruction)])"
+            )
     batch: dict[str, Any] = {
         STATE: torch.as_tensor(observation["states"], dtype=torch.float32),
         TASK: list(observation["task_descriptions"]),

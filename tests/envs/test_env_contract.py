@@ -58,6 +58,16 @@ def test_batch_has_the_contract_fields() -> None:
     assert int(training["observation.images.image2"][1, 0, 0, 0]) == 9
 
 
+def test_an_observation_that_is_no_batch_says_how_it_becomes_one() -> None:
+    env = make("somatable", obs_type="state")
+    env.reset("push", 0)
+    with pytest.raises(KeyError, match="envs.batch_observations"):
+        batch_from_observation(env.observe())  # type: ignore[arg-type]
+    batch = batch_observations([(env.observe(), env.instruction)])
+    env.close()
+    assert set(batch_from_observation(batch)) == {"observation.state", "task"}
+
+
 def test_batch_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="no observation to batch"):
         batch_observations([])
