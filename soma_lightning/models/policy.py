@@ -7,6 +7,7 @@ names are RLinf's); `check_policy` runs a policy through it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -105,6 +106,10 @@ class PolicyCheck:
         """True when no problem was found."""
         return not self.problems
 
+    def add(self, problems: Iterable[str]) -> None:
+        """Appends problems that are not there yet."""
+        self.problems.extend(problem for problem in problems if problem not in self.problems)
+
     def raise_if_failed(self) -> None:
         """Raises ValueError that lists every problem."""
         if self.problems:
@@ -122,8 +127,9 @@ def check_policy(policy: nn.Module, env_obs: EnvObservation) -> PolicyCheck:
 
     Checks the actions of both modes, the recorded results, that replaying a record gives a probability ratio of exactly
     1 and the same values, that gradients reach trainable parameters and no frozen one, and that neither the
-    observations nor the policy (modes, requires_grad, gradients) are changed. Errors of the policy other than
-    NotImplementedError become a problem with their type and message. The policy's gradients are as before afterwards.
+    observations, the record nor the policy (weights, modes, requires_grad, gradients) are changed. Errors of the policy
+    other than NotImplementedError become a problem with their type and message. The policy's gradients are as before
+    afterwards.
     """
     check = PolicyCheck(type(policy).__name__)
     if not isinstance(policy, nn.Module) or not callable(getattr(policy, "predict_action_batch", None)):
@@ -132,11 +138,14 @@ def check_policy(policy: nn.Module, env_obs: EnvObservation) -> PolicyCheck:
         )
         return check
     before = _PolicyState(policy)
-    _check_mode(policy, env_obs, "eval", check)
-    result = _check_mode(policy, env_obs, "train", check)
+    result = None
+    modes: tuple[Mode, ...] = ("eval", "train")
+    for mode in modes:
+        result = _check_mode(policy, env_obs, mode, check)
+        check.add(before.changes(policy, is_acting=True))
     if result is not None:
         _check_record(policy, result, len(env_obs["task_descriptions"]), check)
-    check.problems.extend(before.changes(policy))
+        check.add(before.changes(policy, is_acting=False))
     before.restore(policy)
     return check
 
@@ -148,11 +157,19 @@ class _PolicyState:
         self.modes = {name: module.training for name, module in policy.named_modules()}
         self.trainable = {name: p.requires_grad for name, p in policy.named_parameters()}
         self.grads = {name: p.grad for name, p in policy.named_parameters()}
+        self.versions = {name: p._version for name, p in policy.named_parameters()}
         for p in policy.parameters():
             p.grad = None
 
-    def changes(self, policy: nn.Module) -> list[str]:
+    def changes(self, policy: nn.Module, *, is_acting: bool) -> list[str]:
+        """What differs now. is_acting: no gradient may be there at all, not even a trainable parameter's."""
         problems = []
+        written = [name for name, p in policy.named_parameters() if p._version != self.versions.get(name)]
+        if written:
+            problems.append(f"weights were written to: {_some(written)}")
+        left = [name for name, p in policy.named_parameters() if p.grad is not None]
+        if is_acting and left:
+            problems.append(f"predict_action_batch left gradients behind: {_some(left)}")
         modes = [name or "the policy" for name, m in policy.named_modules() if m.training != self.modes.get(name)]
         if modes:
             problems.append(f"train/eval mode was changed and not put back: {_some(modes)}")
@@ -215,7 +232,7 @@ def _action_problems(actions: Any, num_envs: int) -> list[str]:
     if not isinstance(actions, Tensor | np.ndarray):
         return [f"must return actions as a tensor or array, got {type(actions).__name__}"]
     problems = []
-    if actions.ndim != 3 or actions.shape[0] != num_envs:
+    if actions.ndim != 3 or actions.shape[0] != num_envs or 0 in actions.shape:
         problems.append(f"must return actions [B={num_envs}, chunk, action dim], got shape {tuple(actions.shape)}")
     if isinstance(actions, Tensor) and actions.requires_grad:
         problems.append("returns actions that require grad; act under torch.no_grad()")
@@ -238,14 +255,26 @@ def _check_record(policy: nn.Module, result: dict[str, Any], num_envs: int, chec
     if not isinstance(recorded, dict) or "action" not in recorded:
         check.problems.append('result["forward_inputs"] must be a dictionary with at least "action" [B, C * A]')
         return
+    kept = copy.deepcopy(recorded)
     try:
         replay = policy(ForwardType.DEFAULT, forward_inputs=recorded)
     except Exception as error:
         check.problems.append(f"default_forward(forward_inputs) raised {type(error).__name__}: {error}")
         return
+    written = [key for key in kept if not _same(kept[key], recorded.get(key))]
+    if written:
+        check.problems.append(f"default_forward changed the record, which is replayed more than once: {written}")
+    if not isinstance(replay, dict):
+        check.problems.append(f"default_forward must return a dictionary, got {type(replay).__name__}")
+        return
     missing = [key for key in ("logprobs", "values", "entropy") if replay.get(key) is None]
     if missing:
         check.problems.append(f"default_forward must return logprobs, values and entropy; {missing} missing")
+        return
+    named = {key: result[key] for key in keys[:2]} | {key: replay[key] for key in ("logprobs", "values", "entropy")}
+    no_tensors = [f"{key} ({type(value).__name__})" for key, value in named.items() if not isinstance(value, Tensor)]
+    if no_tensors:
+        check.problems.append(f"must be tensors: {', '.join(no_tensors)}")
         return
     check.problems.extend(_replay_problems(result, replay, num_envs))
     check.problems.extend(_gradient_problems(policy, replay))
@@ -256,6 +285,8 @@ def _replay_problems(result: dict[str, Any], replay: dict[str, Tensor], num_envs
     for key in ("values", "entropy"):
         if tuple(replay[key].shape) not in ((num_envs,), (num_envs, 1)):
             problems.append(f"{key} must be [B] or [B, 1] with B={num_envs}, got {tuple(replay[key].shape)}")
+    if not replay["entropy"].isfinite().all():
+        problems.append("entropy is not finite")
     for key, old_key in (("logprobs", "prev_logprobs"), ("values", "prev_values")):
         old, new = result[old_key], replay[key].detach()
         if old.requires_grad:

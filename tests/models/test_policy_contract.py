@@ -149,6 +149,28 @@ def poke_state(policy: GaussianPolicy, obs: Any) -> None:
     obs["states"] += 1
 
 
+def drift(policy: GaussianPolicy, obs: Any) -> None:
+    with torch.no_grad():
+        policy.trunk.weight.mul_(0.999)
+
+
+def leave_gradient(policy: GaussianPolicy, obs: Any) -> None:
+    policy.log_std.grad = torch.ones_like(policy.log_std)
+
+
+class OverwritesRecord(GaussianPolicy):
+    def default_forward(self, forward_inputs: dict[str, Any]) -> dict[str, Tensor]:
+        answer = super().default_forward(forward_inputs)
+        if torch.is_grad_enabled():
+            forward_inputs["action"] = forward_inputs["action"].clamp(-1, 1)
+        return answer
+
+
+class ReturnsNothing(GaussianPolicy):
+    def default_forward(self, forward_inputs: dict[str, Any]) -> Any:
+        return None if torch.is_grad_enabled() else super().default_forward(forward_inputs)
+
+
 def thaw(policy: GaussianPolicy, obs: Any) -> None:
     policy.trunk.requires_grad_(True)
 
@@ -177,6 +199,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"actions \[B=3, chunk, action dim\], got shape \(3, 8\)",
     ),
     "lost row": (lambda: with_actions(lambda x: x[:2]), r"got shape \(2, 4, 2\)"),
+    "no step": (lambda: with_actions(lambda x: x[:, :0]), r"got shape \(3, 0, 2\)"),
     "float64": (lambda: with_actions(lambda x: x.double()), "must return float32 actions, got torch.float64"),
     "NaN": (lambda: with_actions(lambda x: x * torch.nan), "actions that are not finite"),
     "graph": (lambda: with_actions(lambda x: x.clone().requires_grad_()), "actions that require grad"),
@@ -186,6 +209,9 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: side_effect(lambda p, o: p.eval()),
         "mode was changed and not put back: the policy, trunk",
     ),
+    "toggles the mode": (lambda: side_effect(lambda p, o: p.train(not p.training)), "mode was changed and not put"),
+    "writes weights": (lambda: side_effect(drift), r"weights were written to: trunk\.weight"),
+    "leaves a gradient": (lambda: side_effect(leave_gradient), "predict_action_batch left gradients behind: log_std"),
     "thaws": (lambda: side_effect(thaw), r"requires_grad was changed: trunk\.weight, trunk\.bias"),
     "no values": (lambda: with_result(lambda r: r.pop("prev_values")), r"result of train mode lacks \['prev_values'\]"),
     "no action": (
@@ -206,6 +232,20 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "prev_values requires grad",
     ),
     "replay raises": (lambda: with_replay(lambda r, p: r["missing"]), "default_forward.* raised KeyError: 'missing'"),
+    "replay writes the record": (
+        OverwritesRecord,
+        r"changed the record, which is replayed more than once: \['action'\]",
+    ),
+    "no dictionary": (ReturnsNothing, "default_forward must return a dictionary, got NoneType"),
+    "recorded list": (
+        lambda: with_result(lambda r: r.update(prev_logprobs=r["prev_logprobs"].tolist(), prev_values=1.0)),
+        r"must be tensors: prev_logprobs \(list\), prev_values \(float\)",
+    ),
+    "entropy number": (lambda: with_replay(lambda r, p: r.update(entropy=1.0)), r"must be tensors: entropy \(float\)"),
+    "entropy NaN": (
+        lambda: with_replay(lambda r, p: r.update(entropy=r["entropy"] * torch.nan)),
+        "entropy is not finite",
+    ),
     "no entropy": (lambda: with_replay(lambda r, p: r.pop("entropy")), r"\['entropy'\] missing"),
     "entropy shape": (
         lambda: with_replay(lambda r, p: r.update(entropy=torch.zeros(B, 7))),
