@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from soma_lightning import models
 from soma_lightning.models import PI05Config, PI05Policy
+from soma_lightning.models.flow import sample_time
 from soma_lightning.models.pi05 import folder as checkpoint_folder
 from soma_lightning.models.pi05.policy import build_pi05
 from soma_lightning.models.policy import BasePolicy, ForwardType, check_policy
@@ -288,6 +289,18 @@ def test_more_executed_steps_than_the_chunk_are_refused(make_policy, observation
         PI05Policy.from_pretrained(tmp_path / "p", changes={"n_action_steps": 9})
 
 
+def test_flow_times_follow_the_configuration(make_policy, make_batch, monkeypatch):
+    settings = {"time_beta_alpha": 3.0, "time_beta_beta": 2.0, "time_scale": 0.5, "time_offset": 0.25}
+    policy, seen = make_policy(**settings), []
+    flow_loss = policy.model.flow_loss
+    monkeypatch.setattr(policy.model, "flow_loss", lambda *args: seen.append(args[-1]) or flow_loss(*args))
+    policy.sft_forward(make_batch(), flow_draws=64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    torch.randn(len(seen[0]), *policy.noise_shape, generator=generator)  # noise is drawn before time
+    expected = sample_time(len(seen[0]), alpha=3.0, beta=2.0, scale=0.5, offset=0.25, generator=generator)
+    assert torch.equal(seen[0], expected)
+
+
 # -- statistics and facts ---------------------------------------------------------------------------------------------
 
 
@@ -300,6 +313,12 @@ def test_dimensions_follow_the_statistics(make_policy, make_statistics, caplog):
     assert "action_dim changes from 7 to 4" in caplog.text
     assert policy.processor.config == policy.config
     assert policy.statistics_source == "data set X"
+
+
+def test_new_statistics_keep_the_other_settings(make_statistics):
+    policy = PI05Policy(PI05Config.tiny(), on_long_prompt="truncate", missing_cameras="mask")
+    policy.set_statistics(make_statistics())
+    assert (policy.processor.on_long_prompt, policy.processor.missing_cameras) == ("truncate", "mask")
 
 
 def test_statistics_wider_than_the_model_are_refused_and_nothing_changes(make_policy, make_statistics):
