@@ -193,6 +193,14 @@ class LeRobotDataModule(pl.LightningDataModule):
             persistent_workers=self.num_workers > 0,
         )
 
+    def test_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
+        """The validation batches: a data set has no third split."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
+        """The validation batches."""
+        return self.val_dataloader()
+
     @property
     def _worker_start(self) -> str | None:
         # A forked copy of a process that runs CUDA, OpenGL or Arrow threads can hang.

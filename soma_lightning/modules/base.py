@@ -133,12 +133,23 @@ class PolicyModule(LightningModule):
         return loss
 
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        self._log_errors("val", batch, batch_idx, sample=batch_idx < self.training_config.sample_batches)
+
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        self._log_errors("test", batch, batch_idx, sample=True)
+
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        """Sampled action chunks [B, H, A] in the data's units."""
+        actions: Tensor = self.policy.sample_actions(batch, generator=self._generator(SAMPLE_STREAM, 0, batch_idx))
+        return actions
+
+    def _log_errors(self, name: str, batch: Mapping[str, Any], batch_idx: int, *, sample: bool) -> None:
         size = len(batch[ACTION])
         out = self.policy.sft_forward(batch, generator=self._generator(VALIDATION_STREAM, 0, batch_idx))
-        self.log("val_loss", out["loss"], prog_bar=True, batch_size=size, sync_dist=True)
-        if batch_idx < self.training_config.sample_batches:
+        self.log(f"{name}_loss", out["loss"], prog_bar=True, batch_size=size, sync_dist=True)
+        if sample:
             error = self._sampled_error(batch, self._generator(SAMPLE_STREAM, 0, batch_idx))
-            self.log("val_action_error", error, prog_bar=True, batch_size=size, sync_dist=True)
+            self.log(f"{name}_action_error", error, prog_bar=True, batch_size=size, sync_dist=True)
 
     def _sampled_error(self, batch: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Mean absolute difference between sampled and recorded actions, in the data's units, padding left out."""

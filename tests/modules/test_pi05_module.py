@@ -199,6 +199,23 @@ def test_validation_loss_does_not_depend_on_the_moment(make_run):
     assert losses[0] == losses[1]
 
 
+def test_test_and_predict_use_the_validation_episodes(make_run):
+    trainer, module, data = make_run("run", training={"sample_batches": 99})
+    validated = trainer.validate(module, data, verbose=False)[0]
+    tested = trainer.test(module, data, verbose=False)[0]
+    assert tested == {name.replace("val_", "test_"): value for name, value in validated.items()}
+    batches = list(data.val_dataloader())
+    predicted = trainer.predict(module, data)
+    assert [p.shape for p in predicted] == [batch["action"].shape for batch in batches]
+    error = [
+        (p - batch["action"]).abs().mean(-1)[~batch["action_is_pad"]]
+        for p, batch in zip(predicted, batches, strict=True)
+    ]
+    weights = [len(batch["action"]) for batch in batches]
+    mean = sum(e.mean() * w for e, w in zip(error, weights, strict=True)) / sum(weights)
+    assert tested["test_action_error"] == pytest.approx(mean.item(), rel=1e-5)
+
+
 def test_run_report(make_run, tmp_path: Path):
     trainer, module, data = make_run("run")
     trainer.fit(module, data)
