@@ -73,7 +73,14 @@ def fetch_checkpoint(path_or_id: str | Path, revision: str | None = None) -> Pat
 
 
 def check_replaceable(target: Path) -> None:
-    """Raises FileExistsError when `target` holds anything that is no part of a pi0.5 checkpoint and would be lost."""
+    """Raises FileExistsError when `target` holds anything that is no part of a pi0.5 checkpoint and would be lost.
+
+    Also when it is the working directory: replacing that would leave the program in a folder that is gone.
+    """
+    if target.is_dir() and target.resolve() == Path.cwd():
+        raise FileExistsError(
+            f"{target.resolve()} is the working directory and cannot be replaced; choose a new folder"
+        )
     foreign = sorted(p.name for p in target.iterdir() if not _is_ours(p.name)) if target.is_dir() else []
     if foreign or target.is_file():
         raise FileExistsError(
@@ -86,9 +93,10 @@ def check_replaceable(target: Path) -> None:
 def written_at_once(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target` that becomes `target` when the block ends; an error leaves `target` as it was.
 
-    An earlier checkpoint there is replaced. Raises FileExistsError when `target` holds anything else.
+    An earlier checkpoint there is replaced; a link stays one. Raises FileExistsError when `target` holds anything else.
     """
     check_replaceable(target)
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -498,6 +498,24 @@ def test_saving_replaces_a_checkpoint_but_nothing_else(make_policy, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p"]
 
 
+def test_the_working_directory_is_not_replaced_under_the_program(make_policy, tmp_path, monkeypatch):
+    make_policy().save_pretrained(tmp_path / "p")
+    monkeypatch.chdir(tmp_path / "p")
+    for folder in (".", tmp_path / "p"):
+        with pytest.raises(FileExistsError, match=r"p is the working directory and cannot be replaced"):
+            make_policy().save_pretrained(folder)
+    PI05Policy.from_pretrained(".")
+
+
+def test_a_link_to_a_folder_stays_a_link(make_policy, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    make_policy().save_pretrained(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    PI05Policy.from_pretrained(tmp_path / "real")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
 def test_an_interrupted_save_leaves_the_old_checkpoint(make_policy, tmp_path, monkeypatch):
     policy = make_policy()
     policy.save_pretrained(tmp_path / "p")
