@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from soma_lightning.contract import Statistics
+from soma_lightning.models import PI05Config, PI05Policy
 
 
 def _of_feature(dim: int, seed: int) -> dict[str, np.ndarray]:
@@ -51,5 +52,16 @@ def make_batch():
         batch["action_is_pad"] = torch.zeros(size, horizon, dtype=torch.bool)
         batch["task"] = ["pick up the cube", "reach the green disc", "push_the cube\n"][:size]
         return batch
+
+    return make
+
+
+@pytest.fixture
+def make_policy(make_statistics):
+    def make(**changes) -> PI05Policy:
+        torch.manual_seed(0)
+        policy = PI05Policy(PI05Config.tiny(**changes), make_statistics())
+        policy.reset_parameters()
+        return policy
 
     return make

@@ -145,6 +145,16 @@ def test_camera_names_are_listed_expected_and_found(processor, make_batch):
         processor.inputs(batch)
 
 
+def test_cameras_keep_the_order_of_the_configuration(processor, make_batch):
+    batch = make_batch()
+    backwards = dict(reversed(batch.items()))
+    assert list(backwards) != list(batch)
+    expected = [batch[name].float() / 127.5 - 1 for name in processor.config.cameras]
+    for inputs in (processor.inputs(batch), processor.inputs(backwards)):
+        for image, pixels in zip(inputs.images, expected, strict=True):
+            torch.testing.assert_close(image, pixels)
+
+
 def test_a_missing_camera_can_be_masked(make_statistics, make_batch):
     processor = PI05Processor(TINY, make_statistics(), build_builtin_tokenizer(), missing_cameras="mask")
     batch = make_batch()
