@@ -296,9 +296,7 @@ def evaluate(
     holds an evaluation with other settings or another policy, and for a policy that lacks a part; OSError when `out`
     cannot be written.
     """
-    missing = [name for name in POLICY_PARTS if not hasattr(policy, name)]
-    if missing:
-        raise ValueError(f"{type(policy).__name__} cannot be evaluated: it has no {', '.join(missing)}")
+    report = run_report(policy, settings)
     chunk_size = policy.noise_shape[0]
     if settings.executed_steps > chunk_size:
         raise ValueError(
@@ -313,7 +311,6 @@ def evaluate(
         finished = {(rollout.task, rollout.init_state) for rollout in done}
         init_states = range(settings.first_init_state, settings.first_init_state + settings.episodes)
         todo = [Episode(task, k) for task in settings.tasks for k in init_states if (task, k) not in finished]
-        report = run_report(policy, settings)
         runner = _Runner(policy, envs, settings)
         begin = time.perf_counter()
         for rollout, frames in runner.run(todo):
@@ -333,7 +330,10 @@ def evaluate(
 
 
 def run_report(policy: Any, settings: EvaluationSettings) -> dict[str, Any]:
-    """What is evaluated and how, in plain types."""
+    """What is evaluated and how, in plain types. Raises ValueError for a policy that lacks one of the POLICY_PARTS."""
+    missing = [name for name in POLICY_PARTS if not hasattr(policy, name)]
+    if missing:
+        raise ValueError(f"{type(policy).__name__} cannot be evaluated: it has no {', '.join(missing)}")
     last = settings.first_init_state + settings.episodes - 1
     return {
         "settings": asdict(settings),

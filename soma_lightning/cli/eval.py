@@ -22,6 +22,7 @@ from soma_lightning.evaluation import (
     EvaluationSettings,
     check_folder,
     evaluate,
+    run_report,
 )
 from soma_lightning.models.registry import get_model, load_extensions
 
@@ -95,6 +96,7 @@ def evaluate_policy(
             recorded=recorded,
             env_options=options,
         )
+        print_plan(run_report(model, settings))
         results = evaluate(model, group, settings, Path(out), overwrite=overwrite)
     print_results(results, Path(out))
     return results
@@ -126,6 +128,21 @@ def pick_device(device: str) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is unknown; use auto, cpu or cuda") from error
+
+
+def print_plan(report: dict[str, Any]) -> None:
+    """The run report in short; all of it goes into run_report.json."""
+    settings, policy = report["settings"], report["policy"]
+    print("SomaSpeed evaluation")
+    for name, value in (
+        ("policy", f"{settings['policy']} (backbone {policy['backbone_hash'][:12]}, {policy.get('dtype', '')})"),
+        ("statistics", policy.get("statistics", "-")),
+        ("steps", f"{settings['executed_steps']} executed of {policy.get('chunk_size', '?')} per look"),
+        ("flow", f"{settings['denoising_steps']} Euler steps, seed {settings['seed']}"),
+        ("attention", report["attention"]),
+        ("states", ", ".join(f"{task} {first}..{last}" for task, (first, last) in report["init_states"].items())),
+    ):
+        print(f"  {name + ':':<12}{value}")
 
 
 def print_results(results: dict[str, Any], out: Path) -> None:
