@@ -19,5 +19,5 @@ train() { # name, further options of soma fit
 train blind --model.pretrained "$OUT/base/policy" --model.config '{zero_images: true}'
 train random_backbone --model.pretrained null --model.size tiny
 say "comparison"
-soma compare --claim_best "stage 2" --out "$OUT/controls.png" --results \
-  "[stage 2=$OUT/eval/stage2,stage 1=$OUT/eval/stage1,blind=$OUT/eval/blind,random backbone=$OUT/eval/random_backbone]"
+soma compare "stage 2=$OUT/eval/stage2" "stage 1=$OUT/eval/stage1" "blind=$OUT/eval/blind" \
+  "random backbone=$OUT/eval/random_backbone" --claim_best "stage 2" --out "$OUT/controls.png"

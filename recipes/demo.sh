@@ -21,6 +21,6 @@ soma fit --config pi05_somatable --seed_everything "$SEED" --data.root "$OUT/dem
 say "rollouts on 100 held-out initial states of pick"
 soma eval --policy "$OUT/base/policy" --task pick --episodes 100 --out "$OUT/eval/stage1" --overwrite true
 soma eval --policy "$OUT/expert/policy" --task pick --episodes 100 --out "$OUT/eval/stage2" --overwrite true
-soma compare --results "[stage 1=$OUT/eval/stage1,stage 2=$OUT/eval/stage2]" --claim_best "stage 2" --out "$OUT/success.png"
+soma compare "stage 1=$OUT/eval/stage1" "stage 2=$OUT/eval/stage2" --claim_best "stage 2" --out "$OUT/success.png"
 say "files"
 find "$OUT" -name '*.png' -o -name '*.mp4' -o -name 'results.json' -o -name 'run_report.json' -o -name policy | sort

@@ -20,8 +20,6 @@ def compare(results: list[str], out: str, task: str | None = None, claim_best: s
         task: task to compare; needed when an evaluation has several.
         claim_best: label whose interval must lie above all others; exit status 1 when it does not.
     """
-    if not results:
-        raise ValueError("results is empty; name at least one evaluation as LABEL=FOLDER")
     if Path(out).suffix != ".png":
         raise ValueError(f"out={out} must end in .png; the table goes beside it as .json")
     rows = [read_row(entry, task) for entry in results]
@@ -40,17 +38,22 @@ def compare(results: list[str], out: str, task: str | None = None, claim_best: s
         low, high = row["wilson95"]
         count = f"{row['successes']}/{row['episodes']}"
         print(f"{row['label']:<20}{count:>8}  95 % {low:.3f} to {high:.3f}  backbone {row['backbone'][:12]}")
-    verdict = None
-    if claim_best is not None:
-        best = next(row for row in rows if row["label"] == claim_best)
-        beaten = [row["label"] for row in rows if row is not best and row["wilson95"][1] < best["wilson95"][0]]
-        others = [label for label in labels if label != claim_best]
-        verdict = {"best": claim_best, "beats": beaten, "holds": sorted(beaten) == sorted(others)}
-        words = "lies above" if verdict["holds"] else "does NOT lie above"
-        print(f"{claim_best}: the interval {words} that of {', '.join(others)}")
-    Path(out).with_suffix(".json").write_text(json.dumps({"rows": rows, "claim": verdict}, indent=1))
-    print(f"written: {picture}")
+    verdict = None if claim_best is None else judge(rows, claim_best)
+    table = Path(out).with_suffix(".json")
+    table.write_text(json.dumps({"rows": rows, "claim": verdict}, indent=1))
+    print(f"written: {picture}, {table}")
     return 0 if verdict is None or verdict["holds"] else 1
+
+
+def judge(rows: list[dict[str, Any]], claimed: str) -> dict[str, Any]:
+    """Whether the interval of the evaluation `claimed` lies above all others."""
+    best = next(row for row in rows if row["label"] == claimed)
+    others = [row for row in rows if row is not best]
+    beaten = [row["label"] for row in others if row["wilson95"][1] < best["wilson95"][0]]
+    holds = len(beaten) == len(others)
+    names = ", ".join(row["label"] for row in others)
+    print(f"{claimed}: the interval {'lies above' if holds else 'does NOT lie above'} that of {names}")
+    return {"best": claimed, "beats": beaten, "holds": holds}
 
 
 def read_row(entry: str, task: str | None) -> dict[str, Any]:
@@ -78,7 +81,8 @@ def read_row(entry: str, task: str | None) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     """Returns the exit status: 1 when the claim does not hold, 2 for a wrong command line or bad input."""
     parser = CommandParser("compare", __doc__)
-    parser.add_function_arguments(compare)
+    parser.add_argument("results", nargs="+", type=str, metavar="LABEL=FOLDER", help="a folder that soma eval wrote")
+    parser.add_function_arguments(compare, skip={"results"})
     options = parser.parse_args(argv).as_dict()
     try:
         return compare(**options)

@@ -24,7 +24,7 @@ def write_evaluation(folder: Path, successes: int, episodes: int = 100, first: i
 
 
 def run(tmp_path: Path, entries: list[str], *more: str) -> int:
-    return compare.main(["--results", json.dumps(entries), "--out", str(tmp_path / "bars.png"), *more])
+    return compare.main([*entries, "--out", str(tmp_path / "bars.png"), *more])
 
 
 @pytest.mark.parametrize(("second", "status"), [(10, 0), (60, 1)])
@@ -53,11 +53,13 @@ def test_errors_name_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = write_evaluation(tmp_path / "a", 3)
-    assert run(tmp_path, []) == 2
-    assert "results is empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, [])
+    assert stop.value.code == 2
+    assert "LABEL=FOLDER" in capsys.readouterr().err
     assert run(tmp_path, [f"a={folder}", f"a={folder}"]) == 2
     assert "name one evaluation twice" in capsys.readouterr().err
-    assert compare.main(["--results", json.dumps([f"a={folder}"]), "--out", str(tmp_path / "bars.json")]) == 2
+    assert compare.main([f"a={folder}", "--out", str(tmp_path / "bars.json")]) == 2
     assert "must end in .png" in capsys.readouterr().err
     for content in ("{", "[]", "{}", '{"tasks": 3}', '{"tasks": {"pick": {}}, "policy": {}}'):
         (folder / "results.json").write_text(content)
