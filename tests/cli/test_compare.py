@@ -56,7 +56,7 @@ def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as stop:
         run(tmp_path, [])
     assert stop.value.code == 2
-    assert "LABEL=FOLDER" in capsys.readouterr().err
+    assert "required: results" in capsys.readouterr().err
     assert run(tmp_path, [f"a={folder}", f"a={folder}"]) == 2
     assert "name one evaluation twice" in capsys.readouterr().err
     assert compare.main([f"a={folder}", "--out", str(tmp_path / "bars.json")]) == 2
