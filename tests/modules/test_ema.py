@@ -46,6 +46,10 @@ def test_accumulating_batches_do_not_move_it():
         module["head"].weight.add_(1.0)
     average.on_train_batch_end(trainer, module, None, None, 0)
     assert torch.equal(average.shadow["head.weight"], before)
+    trainer.global_step = 1
+    for _ in range(3):  # one step, then two batches of the next window
+        average.on_train_batch_end(trainer, module, None, None, 0)
+    torch.testing.assert_close(average.shadow["head.weight"], before + 0.5)
 
 
 def test_swap_returns_the_raw_bits():
