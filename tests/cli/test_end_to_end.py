@@ -77,7 +77,7 @@ def policy(trained: Path) -> Path:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+def check_refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
     """Runs a command that must end with status 2 and one error that contains all of `messages`."""
 
     def check(command: Callable[..., int], *arguments: Any, messages: tuple[str, ...]) -> None:
@@ -205,9 +205,9 @@ def test_images_of_another_size_and_shape_train_and_roll_out(tmp_path: Path) -> 
     ],
 )
 def test_evaluations_that_cannot_be(
-    policy: Path, tmp_path: Path, refused: Callable[..., None], more: list[str], messages: tuple[str, ...]
+    policy: Path, tmp_path: Path, check_refused: Callable[..., None], more: list[str], messages: tuple[str, ...]
 ) -> None:
-    refused(evaluate, policy, tmp_path / "out", *more, messages=messages)
+    check_refused(evaluate, policy, tmp_path / "out", *more, messages=messages)
     left = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
     assert left == []
 
@@ -252,33 +252,39 @@ def with_nan(folder: Path) -> None:
     ],
 )
 def test_damaged_checkpoints(
-    policy: Path, tmp_path: Path, refused: Callable[..., None], damage: Callable[[Path], Any], messages: tuple[str, ...]
+    policy: Path,
+    tmp_path: Path,
+    check_refused: Callable[..., None],
+    damage: Callable[[Path], Any],
+    messages: tuple[str, ...],
 ) -> None:
     broken = tmp_path / "policy"
     shutil.copytree(policy, broken)
     damage(broken)
-    refused(evaluate, broken, tmp_path / "out", messages=messages)
+    check_refused(evaluate, broken, tmp_path / "out", messages=messages)
     assert not (tmp_path / "out" / "settings.json").exists()
 
 
-def test_results_are_not_mixed_and_not_lost(policy: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
+def test_results_are_not_mixed_and_not_lost(policy: Path, tmp_path: Path, check_refused: Callable[..., None]) -> None:
     mine = tmp_path / "policy"
     shutil.copytree(policy, mine)
     out = tmp_path / "out"
     assert evaluate(mine, out, "--episodes", "1") == 0
     before = (out / "results.json").read_bytes()
-    refused(evaluate, mine, out, "--episodes", "2", messages=("other settings (episodes)", "--overwrite"))
+    check_refused(evaluate, mine, out, "--episodes", "2", messages=("other settings (episodes)", "--overwrite"))
     with_nan(mine)  # trained again into the same folder
-    refused(evaluate, mine, out, "--episodes", "1", messages=("other settings (the policy's weights or statistics)",))
-    refused(evaluate, mine, out, "--episodes", "1", "--overwrite", messages=("NaN",))
+    check_refused(
+        evaluate, mine, out, "--episodes", "1", messages=("other settings (the policy's weights or statistics)",)
+    )
+    check_refused(evaluate, mine, out, "--episodes", "1", "--overwrite", messages=("NaN",))
     assert (out / "results.json").read_bytes() == before
     (tmp_path / "file").write_text("")
     for bad in ("file", "file/sub"):
-        refused(evaluate, policy, tmp_path / bad, messages=("the results cannot go into", "file"))
+        check_refused(evaluate, policy, tmp_path / bad, messages=("the results cannot go into", "file"))
 
 
 def test_no_rendering(
-    policy: Path, tmp_path: Path, refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, check_refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`soma demos` in a process where rendering is off; `soma eval` gets the same error before it loads the policy."""
     line = [sys.executable, "-m", "soma_lightning.cli.main", "demos", "--task", "reach_cube", "--episodes", "1"]
@@ -299,7 +305,7 @@ def test_no_rendering(
     cut_policy = tmp_path / "policy"
     shutil.copytree(policy, cut_policy)
     cut(cut_policy)
-    refused(evaluate, cut_policy, tmp_path / "out", messages=("cannot render images: apt-get install",))
+    check_refused(evaluate, cut_policy, tmp_path / "out", messages=("cannot render images: apt-get install",))
 
 
 # -- training: what is refused ----------------------------------------------------------------------------------------
@@ -336,9 +342,9 @@ def test_no_rendering(
     ],
 )
 def test_fits_that_cannot_be(
-    recorded: Path, tmp_path: Path, refused: Callable[..., None], more: list[str], messages: tuple[str, ...]
+    recorded: Path, tmp_path: Path, check_refused: Callable[..., None], more: list[str], messages: tuple[str, ...]
 ) -> None:
-    refused(fit, recorded, tmp_path, "--trainer.logger", "false", *more, messages=messages)
+    check_refused(fit, recorded, tmp_path, "--trainer.logger", "false", *more, messages=messages)
     assert not (tmp_path / "policy").exists()
     assert not (tmp_path / "checkpoints").exists()
 
@@ -377,14 +383,14 @@ def nan_action(root: Path) -> None:
 def test_damaged_data_sets(
     recorded: Path,
     tmp_path: Path,
-    refused: Callable[..., None],
+    check_refused: Callable[..., None],
     damage: Callable[[Path], Any],
     messages: tuple[str, ...],
 ) -> None:
     broken = tmp_path / "data"
     shutil.copytree(recorded, broken)
     damage(broken)
-    refused(fit, broken, tmp_path / "run", "--trainer.logger", "false", messages=messages)
+    check_refused(fit, broken, tmp_path / "run", "--trainer.logger", "false", messages=messages)
 
 
 def changed(path: Path, target: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -407,32 +413,32 @@ def test_checkpoints_that_do_not_fit(
     trained: Path,
     recorded: Path,
     tmp_path: Path,
-    refused: Callable[..., None],
+    check_refused: Callable[..., None],
     change: Callable[[dict[str, Any]], Any],
     more: list[str],
     messages: tuple[str, ...],
 ) -> None:
     path = changed(trained / "checkpoints" / "last.ckpt", tmp_path / "changed.ckpt", change)
-    refused(
+    check_refused(
         fit, recorded, tmp_path / "run", "--trainer.logger", "false", "--ckpt_path", str(path), *more, messages=messages
     )
 
 
 def test_damaged_training_checkpoints(
-    trained: Path, recorded: Path, tmp_path: Path, refused: Callable[..., None]
+    trained: Path, recorded: Path, tmp_path: Path, check_refused: Callable[..., None]
 ) -> None:
     whole = (trained / "checkpoints" / "last.ckpt").read_bytes()
     for content in (b"", b"abc" * 100, whole[: len(whole) // 2]):
         (tmp_path / "cut.ckpt").write_bytes(content)
-        refused(
+        check_refused(
             fit, recorded, tmp_path, "--ckpt_path", str(tmp_path / "cut.ckpt"), messages=("is no readable checkpoint",)
         )
 
 
-def test_folders_that_cannot_take_a_run(recorded: Path, tmp_path: Path, refused: Callable[..., None]) -> None:
+def test_folders_that_cannot_take_a_run(recorded: Path, tmp_path: Path, check_refused: Callable[..., None]) -> None:
     (tmp_path / "file").write_text("")
-    refused(fit, recorded, tmp_path / "file", messages=("Not a directory", "file"))
+    check_refused(fit, recorded, tmp_path / "file", messages=("Not a directory", "file"))
     (tmp_path / "run" / "policy").mkdir(parents=True)
     (tmp_path / "run" / "policy" / "mine.txt").write_text("mine")
-    refused(fit, recorded, tmp_path / "run", "--trainer.logger", "false", messages=("policy holds ['mine.txt']",))
+    check_refused(fit, recorded, tmp_path / "run", "--trainer.logger", "false", messages=("policy holds ['mine.txt']",))
     assert not (tmp_path / "run" / "checkpoints").exists()
