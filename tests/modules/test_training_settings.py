@@ -8,6 +8,9 @@ import lightning as L
 import pytest
 import torch
 
+from soma_lightning.models import PI05Policy
+from soma_lightning.modules import PI05Module
+
 
 @pytest.fixture
 def spied_run(make_run, monkeypatch: pytest.MonkeyPatch):
@@ -62,3 +65,22 @@ def test_optimizer_and_schedule_get_their_settings(make_run):
     assert rates[0] == pytest.approx(1e-3)  # warm-up from lr / 2
     assert max(rates) == rates[1]
     assert group["lr"] == pytest.approx(5e-5)  # what the step after the last would take
+
+
+def test_a_new_model_starts_ready_to_train_from_scratch():
+    expert = PI05Module(size="tiny").policy.model.expert
+    bias = expert.norm.dense.bias  # scale, shift, gate: the public start has all of it at zero
+    assert bias[-bias.numel() // 3 :].eq(1.0).all()
+
+
+def test_the_revision_reaches_the_hub(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def from_pretrained(path: str, revision: str | None = None, **_: Any) -> None:
+        asked.append((path, revision))
+        raise RuntimeError("asked")
+
+    monkeypatch.setattr(PI05Policy, "from_pretrained", from_pretrained)
+    with pytest.raises(RuntimeError, match="asked"):
+        PI05Module(pretrained="someone/pi05", revision="abc")
+    assert asked == [("someone/pi05", "abc")]

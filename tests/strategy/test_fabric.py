@@ -88,12 +88,24 @@ def test_bf16_true_has_masters(difference: Difference) -> None:
     assert optimizer.state[model[2].weight]["soma_master"].dtype == torch.float32
 
 
-def test_a_grad_scaler_works_as_usual(difference: Difference) -> None:
+@pytest.mark.parametrize("clip", [{"max_norm": 0.5}, {"clip_val": 0.05}])
+def test_a_grad_scaler_works_as_usual(difference: Difference, clip: dict[str, Any]) -> None:
     models = []
     for strategy in ("auto", "somaspeed"):
         plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
-        models.append(trained(strategy, {"max_norm": 0.5}, plugins=[plugin])[0])
+        models.append(trained(strategy, clip, plugins=[plugin])[0])
     assert difference(*models) <= 1e-6
+
+
+def test_a_rule_does_not_outlive_a_step_that_the_scaler_skipped() -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    fab, model = fabric(FabricSomaSpeedStrategy(report=False), plugins=[plugin]), network()
+    wrapped, optimizer = fab.setup(model, torch.optim.AdamW(model.parameters()))
+    fab.backward(wrapped(inputs(0)).sum() * torch.inf)
+    optimizer.clip(max_norm=0.1)
+    optimizer.step()
+    assert optimizer.pending_clip is None
+    assert torch.equal(model[2].weight, network()[2].weight)
 
 
 def with_gradients() -> tuple[L.Fabric, nn.Module, Any, Any]:

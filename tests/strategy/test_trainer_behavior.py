@@ -249,6 +249,33 @@ def test_the_inf_norm_clips_fused_and_stock_optimizers(
     assert difference(reference, stock) == 0.0
 
 
+def test_the_norm_type_reaches_a_users_own_fused_optimizer(
+    net: Any, make_trainer: Any, difference: Callable[..., float]
+) -> None:
+    class Own(net):  # type: ignore[misc, valid-type]
+        def make_optimizer(self) -> torch.optim.Optimizer:
+            return FusedAdamW([p for p in self.parameters() if p.requires_grad], lr=0.02)
+
+    models = []
+    for norm_type in (2.0, math.inf):
+        models.append(Own())
+        trainer = make_trainer(SomaSpeedStrategy(norm_type=norm_type), gradient_clip_val=0.2)
+        trainer.fit(models[-1])
+        assert trainer.optimizers[0].norm_type == norm_type
+    assert difference(*models) > 1e-4
+
+
+def test_the_wrapper_of_manual_optimization_is_of_the_fused_class(net: Any, make_trainer: Any) -> None:
+    class Asking(Gan):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            kinds.extend(isinstance(optimizer, FusedAdamW) for optimizer in self.optimizers())
+
+    kinds: list[bool] = []
+    make_trainer("somaspeed", max_steps=2).fit(Asking(), net().loader())
+    assert kinds == [True, True]
+
+
 def other_optimizer(net: Any, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
     class Other(net):  # type: ignore[misc, valid-type]
         def make_optimizer(self) -> torch.optim.Optimizer:
