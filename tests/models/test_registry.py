@@ -126,7 +126,8 @@ def test_omegaconf_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_real_omegaconf_nodes() -> None:
-    omegaconf = pytest.importorskip("omegaconf")
+    import omegaconf
+
     register_model("mine", Built)
     cfg = omegaconf.OmegaConf.create({"model_type": "mine", "precision": "fp32", "width": 4, "twice": "${width}"})
     model: Any = get_model(cfg)
