@@ -1,9 +1,12 @@
-"""Which optional packages are here, what to install when one is missing, and which extension modules the user names."""
+"""What is imported, and when: optional packages, extension modules that the user names, public names on first use."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 EXTRA_OF_PACKAGE = {
     "mujoco": "sim",
@@ -44,3 +47,17 @@ def require_package(package: str, *, purpose: str) -> None:
 def torch_autoload_is_off() -> bool:
     """True when SOMA_LIGHTNING_AUTOLOAD=0 asks that `import torch` alone registers nothing."""
     return os.environ.get("SOMA_LIGHTNING_AUTOLOAD") == "0"
+
+
+def lazy_names(package: str, home_of_name: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's `__getattr__` and `__dir__` (PEP 562): each public name is imported when it is first used.
+
+    home_of_name: {public name: dotted module that defines it}.
+    """
+
+    def getattribute(name: str) -> Any:
+        if name in home_of_name:
+            return getattr(import_module(home_of_name[name]), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return getattribute, lambda: sorted(home_of_name)

@@ -5,8 +5,9 @@ Public names resolve when they are first used, so a worker process of an environ
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from soma_lightning.imports import lazy_names
 
 if TYPE_CHECKING:
     from soma_lightning.envs.base import ChunkOutcome as ChunkOutcome
@@ -28,33 +29,25 @@ if TYPE_CHECKING:
     from soma_lightning.envs.worker import WorkerError as WorkerError
 
 _HOME_OF_NAME = {
-    "ChunkOutcome": "base",
-    "EnvGroup": "base",
-    "Episode": "base",
-    "ManipulationEnv": "base",
-    "StepOutcome": "base",
-    "TaskSpec": "base",
-    "batch_observations": "base",
-    "state_of": "base",
-    "record_demonstrations": "demos",
-    "EnvSpec": "registry",
-    "make": "registry",
-    "make_group": "registry",
-    "check_gl": "rendering",
-    "SomaTable": "somatable",
-    "LocalEnvs": "vector",
-    "SpawnedEnvs": "vector",
-    "WorkerError": "worker",
+    "ChunkOutcome": "soma_lightning.envs.base",
+    "EnvGroup": "soma_lightning.envs.base",
+    "Episode": "soma_lightning.envs.base",
+    "ManipulationEnv": "soma_lightning.envs.base",
+    "StepOutcome": "soma_lightning.envs.base",
+    "TaskSpec": "soma_lightning.envs.base",
+    "batch_observations": "soma_lightning.envs.base",
+    "state_of": "soma_lightning.envs.base",
+    "record_demonstrations": "soma_lightning.envs.demos",
+    "EnvSpec": "soma_lightning.envs.registry",
+    "make": "soma_lightning.envs.registry",
+    "make_group": "soma_lightning.envs.registry",
+    "check_gl": "soma_lightning.envs.rendering",
+    "SomaTable": "soma_lightning.envs.somatable",
+    "LocalEnvs": "soma_lightning.envs.vector",
+    "SpawnedEnvs": "soma_lightning.envs.vector",
+    "WorkerError": "soma_lightning.envs.worker",
 }
 
 __all__ = list(_HOME_OF_NAME)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF_NAME:
-        return getattr(import_module(f"soma_lightning.envs.{_HOME_OF_NAME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME_OF_NAME)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from soma_lightning.imports import lazy_names
 
 if TYPE_CHECKING:
     from soma_lightning.models.pi05.config import PI05Config as PI05Config
@@ -14,14 +15,6 @@ _HOME_OF_NAME = {
     "PI05Policy": "soma_lightning.models.pi05.policy",
 }
 
-__all__ = [*_HOME_OF_NAME]
+__all__ = list(_HOME_OF_NAME)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF_NAME:
-        return getattr(import_module(_HOME_OF_NAME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME_OF_NAME)
