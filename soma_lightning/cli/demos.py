@@ -9,6 +9,7 @@ from pathlib import Path
 from jsonargparse import Namespace
 
 from soma_lightning.cli.parser import CommandParser
+from soma_lightning.data.lerobot_format import RECORDING_FILE
 from soma_lightning.data.lerobot_writer import LeRobotWriter
 from soma_lightning.envs.demos import (
     FPS,
@@ -19,8 +20,6 @@ from soma_lightning.envs.demos import (
 )
 from soma_lightning.envs.registry import ENVIRONMENTS, EnvSpec
 from soma_lightning.envs.somatable import TASKS
-
-SIDE_FILE = "soma_demos.json"
 
 
 def build_parser() -> CommandParser:
@@ -71,7 +70,7 @@ def record(options: Namespace) -> RecordingSummary:
             noise=options.noise,
             workers=options.workers,
         )
-        writer.write_side_file(SIDE_FILE, summary.to_dict())
+        writer.write_side_file(Path(RECORDING_FILE).name, summary.to_dict())
     return summary
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -304,4 +305,16 @@ class LeRobotDataModule(pl.LightningDataModule):
             "statistics_source": self.statistics_source,
             "constant_dimensions": stats.constant_dimensions(self.statistics),
             "images_in_memory": self.preload,
+            **self._recordings(),
         }
+
+    def _recordings(self) -> dict[str, Any]:
+        """Where demonstrations of `soma demos` came from and their initial states; nothing for other data sets."""
+        files = [Path(root) / fmt.RECORDING_FILE for root in self.roots]
+        recordings = [json.loads(file.read_text()) for file in files if file.is_file()]
+        if not recordings:
+            return {}
+        sources = [f"{r['environment']}, seed {r['seed']}, stream {r['init_state_stream']}" for r in recordings]
+        tasks = [task for recording in recordings for task in recording["tasks"]]
+        states = [f"{task['task']} {state}" for task in tasks for state in task["init_states"]]
+        return {"demonstrations": sources, "demonstration_init_states": states}

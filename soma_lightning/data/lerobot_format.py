@@ -22,6 +22,8 @@ CODEBASE_VERSION = "v3.0"
 INFO_FILE = "meta/info.json"
 STATS_FILE = "meta/stats.json"
 TASKS_FILE = "meta/tasks.parquet"
+#: Ours, not LeRobot's: how `soma demos` recorded the data set. Other readers leave it alone.
+RECORDING_FILE = "meta/soma_demos.json"
 FILES_PER_CHUNK = 1000
 DATA_FILE_SIZE_MB = 100
 VIDEO_FILE_SIZE_MB = 200

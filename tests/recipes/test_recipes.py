@@ -55,6 +55,8 @@ def test_recipe_trains_and_leaves_its_files(recipe: str, reach_demos: Path, base
     report = json.loads((log / "run_report.json").read_text())
     trainable = {"pi05_somatable": "expert", "pi05_somatable_base": "all"}[recipe]
     assert trainable in json.dumps(report)
+    recorded = json.loads((reach_demos / "meta" / "soma_demos.json").read_text())["tasks"][0]["init_states"]
+    assert report["data"]["demonstration_init_states"] == [f"reach_cube {state}" for state in recorded]
     if NEEDS_BASE[recipe]:
         before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "policy"))
         moved = {name for name in before if not torch.equal(before[name], after[name])}
