@@ -9,7 +9,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -286,12 +286,19 @@ class _Runner:
 
 
 def evaluate(
-    policy: Any, envs: EnvGroup, settings: EvaluationSettings, out: Path, *, overwrite: bool = False
+    policy: Any,
+    envs: EnvGroup,
+    settings: EvaluationSettings,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    announce: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Rolls `policy` out on every (task, initial state) of `settings` and writes the results into `out`.
 
-    policy: has the POLICY_PARTS. An interrupted evaluation goes on where it stopped. Writes run_report.json with
-    the first episode, then results.json, success.png, videos/*.mp4 and contact_sheet.png; returns the results.
+    policy: has the POLICY_PARTS. announce: gets the run report before the first episode. An interrupted evaluation
+    goes on where it stopped. Writes run_report.json with the first episode, then results.json, success.png,
+    videos/*.mp4 and contact_sheet.png; returns the results.
     Raises ValueError when more steps are to be executed than the policy predicts, for unknown tasks, and when `out`
     holds an evaluation with other settings or another policy, and for a policy that lacks a part; OSError when `out`
     cannot be written.
@@ -311,6 +318,8 @@ def evaluate(
         finished = {(rollout.task, rollout.init_state) for rollout in done}
         init_states = range(settings.first_init_state, settings.first_init_state + settings.episodes)
         todo = [Episode(task, k) for task in settings.tasks for k in init_states if (task, k) not in finished]
+        if announce is not None:
+            announce(report)
         runner = _Runner(policy, envs, settings)
         begin = time.perf_counter()
         for rollout, frames in runner.run(todo):

@@ -22,7 +22,6 @@ from soma_lightning.evaluation import (
     EvaluationSettings,
     check_folder,
     evaluate,
-    run_report,
 )
 from soma_lightning.models.registry import get_model, load_extensions
 
@@ -96,8 +95,7 @@ def evaluate_policy(
             recorded=recorded,
             env_options=options,
         )
-        print_plan(run_report(model, settings))
-        results = evaluate(model, group, settings, Path(out), overwrite=overwrite)
+        results = evaluate(model, group, settings, Path(out), overwrite=overwrite, announce=print_plan)
     print_results(results, Path(out))
     return results
 

@@ -18,14 +18,12 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-import soma_lightning
 from soma_lightning.cli.parser import ShortErrors, explain
+from soma_lightning.data.statistics import RECIPES
 from soma_lightning.imports import is_available
 from soma_lightning.models.registry import load_extensions
 from soma_lightning.modules.base import PolicyModule
 from soma_lightning.plots import learning_curve
-
-RECIPES = Path(soma_lightning.__file__).parent / "recipes"
 
 
 def recipe_names() -> list[str]:

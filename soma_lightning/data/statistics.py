@@ -1,4 +1,4 @@
-"""Which numbers describe the values of a feature: mean, spread, range and quantiles, computed, checked, read, saved.
+"""Which numbers describe the values of a feature: mean, spread, range and quantiles, computed, checked and found.
 
 Quantiles are exact and pooled over all frames (`numpy.quantile`). LeRobot's own recordings carry an envelope instead
 (the smallest q01 and the largest q99 of any episode), which is wider; it is taken as it is when a file is read.
@@ -19,7 +19,7 @@ from soma_lightning.contract import ACTION, STATE, Statistics
 FloatArray = NDArray[np.float64]
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-#: Packaged statistics of whole workspaces lie beside the recipes.
+#: Packaged recipes; statistics of whole workspaces lie beside them.
 RECIPES = Path(__file__).parents[1] / "recipes"
 #: What a policy needs of each feature; `count` is the number of frames behind the numbers.
 REQUIRED = ("mean", "std", "min", "max", "q01", "q99")

@@ -7,6 +7,7 @@ a time. Rendering happens only in `observe` and for recorded slots.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
     from soma_lightning.contract import EnvObservation
 
 _IMAGE_FIELDS = ("main_images", "wrist_images")
+
+
+class _ClosedOnExit(ABC):
+    """A group as a context manager."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class _Ledger:
@@ -88,7 +104,7 @@ class _Ledger:
         self.episodes.update(dict.fromkeys(slots))
 
 
-class LocalEnvs:
+class LocalEnvs(_ClosedOnExit):
     """All environments in this process; those of one kind share model and renderer where they can.
 
     make_env: builds one environment (`EnvSpec`, or any function without arguments). Use it from one thread.
@@ -145,16 +161,8 @@ class LocalEnvs:
         for env in self._envs:
             env.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class SpawnedEnvs:
+class SpawnedEnvs(_ClosedOnExit):
     """The same group with its slots spread over worker processes (slot s lives in worker s % num_workers).
 
     make_env: picklable; built in the workers only, so this process gets no OpenGL context. timeout_s: the longest one
@@ -249,14 +257,6 @@ class SpawnedEnvs:
         """Ends all workers; a second call does nothing."""
         for worker in self._workers:
             worker.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _start(self) -> dict[str, TaskSpec]:
         for worker in self._workers:

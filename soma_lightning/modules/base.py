@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -223,11 +223,13 @@ class PolicyModule(LightningModule):
             return
         if self._ema is not None:
             self._ema.swap_in(self)
+        folder = Path(self.trainer.default_root_dir) / "policy"
         try:
-            self.policy.save_pretrained(Path(self.trainer.default_root_dir) / "policy")
+            self.policy.save_pretrained(folder)
         finally:
             if self._ema is not None:
                 self._ema.swap_out(self)
+        rank_zero_info(f"policy written to {folder}")
 
     def report_facts(self) -> dict[str, Any]:
         """What the run report says of the objective, beside the policy's own facts."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.folder import check_replaceable
 from soma_lightning.models.pi05.policy import PI05Policy, changed_config
@@ -75,7 +73,3 @@ class PI05Module(PolicyModule):
 
     def on_validation_start(self) -> None:
         self.policy.model.check_dtypes()  # for Trainer.validate, which starts no fit
-
-    def on_fit_end(self) -> None:
-        if self.training_config.export and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            rank_zero_info(f"policy written to {Path(self.trainer.default_root_dir) / 'policy'}")
