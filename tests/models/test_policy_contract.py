@@ -162,7 +162,7 @@ class OverwritesRecord(GaussianPolicy):
     def default_forward(self, forward_inputs: dict[str, Any]) -> dict[str, Tensor]:
         answer = super().default_forward(forward_inputs)
         if torch.is_grad_enabled():
-            forward_inputs["action"] = forward_inputs["action"].clamp(-1, 1)
+            forward_inputs["action"] = forward_inputs["action"] + 1.0
         return answer
 
 
