@@ -21,31 +21,50 @@ from torch import Tensor
 #: Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does, so that results agree with it.
 CLIP_EPS = 1e-6
 
+#: Where the clip groups' sums start in the vector of `GradStats`.
+VECTOR_SUMS = 2
+
 #: Elements whose scaled gradients exist at once on an accelerator: bounds the extra memory and still fills the device.
 CHUNK_ELEMENTS = 1 << 26
 
 
 class GradStats(NamedTuple):
-    """Statistics of a list of n gradients.
+    """Statistics of n gradients in k clip groups.
 
-    partials: [n] fp32 (fp64 when a gradient is fp64): sum of squares of each gradient, or its max-abs for `inf`.
-    total: 0-d, the sum (or the maximum) of `partials`.
-    nonfinite: 0-d int64, how many gradients hold a NaN or an infinity, or overflow when squared in fp32.
+    partials: one value a piece, fp32 (fp64 when a gradient is fp64): its sum of squares, or its max-abs for `inf`. A
+    piece is a gradient here and a part of one in the kernels; it is non-finite when the piece holds a NaN or an
+    infinity, or overflows when squared.
+    vector: [2 + k], same dtype: how many pieces are non-finite; the normalizer (1 until somebody sets it); the sum (or
+    maximum) of each clip group. One all-reduce of it (SUM, or MAX for `inf`) makes it global.
     norm_type: 2.0 or inf.
     """
 
     partials: Tensor
-    total: Tensor
-    nonfinite: Tensor
+    vector: Tensor
     norm_type: float
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """0-d: how many pieces are not finite."""
+        return self.vector[0]
+
+    @property
+    def groups(self) -> Tensor:
+        """[k]: sum of squares (or maximum) of each clip group."""
+        return self.vector[VECTOR_SUMS:]
+
+    @property
+    def total(self) -> Tensor:
+        """0-d: sum of squares (or maximum) over all clip groups."""
+        return self.groups.sum() if self.norm_type == 2.0 else self.groups.max()
 
 
 class Decision(NamedTuple):
-    """What one step does, as 0-d tensors on the gradients' device.
+    """What one step does, on the gradients' device.
 
-    norm: the global norm before clipping, after division by the normalizer.
-    scale: the factor applied to every gradient (1 / normalizer times the clip coefficient).
-    take: bool; False leaves parameters, moments and step counters as they are.
+    norm: 0-d, the global norm before clipping, after division by the normalizer.
+    scale: [k], the factor applied to the gradients of each clip group (1 / normalizer times the clip coefficient).
+    take: 0-d bool; False leaves parameters, moments and step counters as they are.
     """
 
     norm: Tensor
@@ -66,15 +85,23 @@ def _indices_by_dtype(*columns: Sequence[Tensor]) -> list[list[int]]:
 
 
 @torch.no_grad()
-def grad_stats(grads: Sequence[Tensor], *, norm_type: float = 2.0) -> GradStats:
+def grad_stats(
+    grads: Sequence[Tensor],
+    *,
+    norm_type: float = 2.0,
+    clips: Sequence[int] | None = None,
+    counted: Sequence[bool] | None = None,
+) -> GradStats:
     """Reads every gradient once and returns its norm contribution.
 
     grads: n >= 1 dense floating-point tensors, any shapes (empty ones add 0) and dtypes; they may sit on several
     devices, the result is on the first one's. Squares are summed in fp32 whatever the gradients' dtype.
-    norm_type: 2.0 or inf.
+    norm_type: 2.0 or inf. clips: clip group of each gradient; None: one group. counted: False leaves a gradient's norm
+    to another process, its non-finite values still count; None: all count.
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type} is not supported; use 2.0 or inf")
+    clips = clips if clips is not None else [0] * len(grads)
     dtype, device = _accumulation_dtype(grads), grads[0].device
     partials: list[Tensor] = [torch.zeros((), dtype=dtype, device=device)] * len(grads)
     for bucket in _indices_by_dtype(grads):
@@ -87,31 +114,47 @@ def grad_stats(grads: Sequence[Tensor], *, norm_type: float = 2.0) -> GradStats:
     stacked = torch.stack(partials)
     if norm_type == 2.0:
         stacked = stacked.square_()
-        total = stacked.sum()
-    else:
-        total = stacked.max()
-    return GradStats(stacked, total, (~stacked.isfinite()).sum(), norm_type)
+    vector = stacked.new_ones(VECTOR_SUMS + max(clips) + 1)
+    vector[0] = (~stacked.isfinite()).sum()
+    for group in range(max(clips) + 1):
+        members = [i for i, clip in enumerate(clips) if clip == group and (counted is None or counted[i])]
+        values = stacked if len(members) == len(grads) else torch.stack([stacked.new_zeros(()), *stacked[members]])
+        vector[VECTOR_SUMS + group] = values.sum() if norm_type == 2.0 else values.max()
+    return GradStats(stacked, vector, norm_type)
 
 
 @torch.no_grad()
-def decide(stats: GradStats, *, max_norm: float | None = None, normalizer: float | Tensor | None = None) -> Decision:
+def decide(
+    stats: GradStats,
+    *,
+    max_norm: float | Sequence[float | None] | None = None,
+    normalize: bool = False,
+) -> Decision:
     """Turns statistics into one decision for all tensors, without a host synchronization.
 
-    max_norm: the norm is clipped to this value: coefficient min(1, max_norm / (norm + 1e-6)). None: no clipping.
-    normalizer: every gradient is divided by it first (the number of samples behind a summed loss). None: 1.
+    max_norm: the norm of each clip group is clipped to this value: coefficient min(1, max_norm / (norm + 1e-6)). None:
+    no clipping; a sequence has one limit a clip group.
+    normalize: every gradient is divided by `stats.vector[1]` first (the number of samples behind a summed loss).
     A step is not taken when a gradient is non-finite, when the sum of squares overflows, or when the normalizer is
     zero or non-finite.
     """
-    norm = stats.total.sqrt() if stats.norm_type == 2.0 else stats.total
-    scale = torch.ones_like(norm)
-    take = (stats.nonfinite == 0) & norm.isfinite()
-    if normalizer is not None:
-        scale = scale / (normalizer.to(scale) if isinstance(normalizer, Tensor) else normalizer)
-        norm = norm * scale.abs()
-        take &= norm.isfinite() & (scale != 0)  # 1 / 0 makes the norm infinite or NaN, 1 / inf makes the scale 0
-    if max_norm is not None:
-        scale = scale * (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
-    return Decision(norm, scale, take)
+    squares = torch.cat([stats.total.reshape(1), stats.groups])
+    norms = squares.sqrt() if stats.norm_type == 2.0 else squares
+    take = stats.nonfinite == 0
+    scale = torch.ones_like(stats.groups)
+    if normalize:
+        inverse = 1 / stats.vector[1]
+        norms, scale = norms * inverse.abs(), scale * inverse
+        take = take & (inverse != 0)  # 1 / 0 makes the norm infinite or NaN, 1 / inf makes the scale 0
+    take = take & norms[0].isfinite()
+    limits = list(max_norm) if isinstance(max_norm, Sequence) else [max_norm] * len(scale)
+    if any(limit is not None for limit in limits):
+        coefficients = [
+            torch.ones_like(norm) if limit is None else (limit / (norm + CLIP_EPS)).clamp(max=1.0)
+            for limit, norm in zip(limits, norms[1:].unbind(), strict=True)
+        ]
+        scale = scale * torch.stack(coefficients)
+    return Decision(norms[0], scale, take)
 
 
 def _host_scalar(value: float | Tensor) -> float | Tensor:
@@ -165,7 +208,8 @@ def adamw_step_(
 ) -> None:
     """One AdamW update (Loshchilov and Hutter 2019, algorithm 2) of n tensors; writes everything but `grads`.
 
-    params[i], exp_avgs[i], exp_avg_sqs[i]: same shape; the moments have the parameter's dtype, or fp32 with a master.
+    params[i], exp_avgs[i], exp_avg_sqs[i]: same shape; the moments have the parameter's dtype or fp32 (then a parameter
+    of lower precision is rounded once, from an fp32 result).
     grads[i]: same shape, any floating dtype. steps[i]: 0-d fp32 on the parameter's device, steps taken so far.
     masters[i]: fp32 copy of a low-precision parameter; it is updated instead and rounded into params[i].
     lr: learning rate, a number or a 0-d tensor (its device decides whether it is read by the host or not).
@@ -175,7 +219,10 @@ def adamw_step_(
     """
     hyper = _Hyper(_host_scalar(lr), beta1, beta2, eps, weight_decay)
     masters = masters if masters is not None else [None] * len(params)
-    targets = [p if m is None else m for p, m in zip(params, masters, strict=True)]
+    targets = [
+        (p if p.dtype == m.dtype else p.to(m.dtype)) if master is None else master
+        for p, m, master in zip(params, exp_avgs, masters, strict=True)
+    ]
     for bucket in _indices_by_dtype(targets, exp_avgs, grads):
         for rows in [bucket] if take is None else _chunks(bucket, targets):
             p, m, v, t = ([column[i] for i in rows] for column in (targets, exp_avgs, exp_avg_sqs, steps))
@@ -184,9 +231,9 @@ def adamw_step_(
                 _update_in_place_(p, g, m, v, t, hyper)
             else:
                 _update_if_taken_(p, g, m, v, t, hyper, take)
-    for param, master in zip(params, masters, strict=True):
-        if master is not None:
-            param.copy_(master)
+    for param, target in zip(params, targets, strict=True):
+        if target is not param:
+            param.copy_(target)
 
 
 def _chunks(rows: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[list[int]]:
