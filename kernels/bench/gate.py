@@ -46,7 +46,7 @@ class Verdict:
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
-class _Float64AdamW:
+class Float64AdamW:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) after clipping by the global norm, on one flat vector."""
 
     def __init__(self, params: Sequence[Tensor], hyper: Hyper) -> None:
@@ -88,7 +88,7 @@ def check(parameter_set: ParameterSet, case: Case, device: torch.device, build_o
     workload = Workload(parameter_set, case, device, num_gradient_sets=1, seed=1)
     gradients = workload.gradients[0]
     theirs = [Parameter(p.detach().clone()) for p in workload.params]
-    truth = _Float64AdamW(workload.params, HYPER)
+    truth = Float64AdamW(workload.params, HYPER)
     ours = build_ours(workload.params, case, HYPER)
     widened = case.state != case.param
     plain = TorchAdamW(theirs, HYPER, "foreach", fp32_targets=widened, rounded=widened and not case.master)
@@ -126,7 +126,7 @@ def _check_state(
     ours: Ours,
     theirs: Sequence[Tensor],
     plain: TorchAdamW,
-    truth: _Float64AdamW,
+    truth: Float64AdamW,
 ) -> None:
     our_state = [ours.optimizer.state[p] for p in params]
     torch_state = [plain.optimizer.state[t] for t in plain.targets]

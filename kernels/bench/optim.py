@@ -142,16 +142,16 @@ def _measure(settings: Settings, parameter_set: ParameterSet, case: Case) -> lis
     workload = Workload(parameter_set, case, settings.device)
     results = []
     for peer in PEERS:
-        absent = _why_not(settings, parameter_set, peer)
+        absent = _why_not(settings, workload, peer)
         results.append(PeerResult(peer.name, absent) if absent else _measure_peer(settings, workload, peer))
         _free(settings.device)
     return results
 
 
-def _why_not(settings: Settings, parameter_set: ParameterSet, peer: Peer) -> str | None:
-    if peer.loops and not (settings.loops and parameter_set.loops):
+def _why_not(settings: Settings, workload: Workload, peer: Peer) -> str | None:
+    if peer.loops and not (settings.loops and workload.set.loops):
         return "not run"
-    return peer.missing()
+    return peer.why_absent(workload.case)
 
 
 def _measure_peer(settings: Settings, workload: Workload, peer: Peer) -> PeerResult:

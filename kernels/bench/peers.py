@@ -180,8 +180,12 @@ class Peer:
         }
         return TorchAdamW(params, hyper, kind[self.name], fp32_targets=case.master, capturable=captured)
 
-    def missing(self) -> str | None:
-        """Why this peer cannot run here, or None."""
+    def why_absent(self, case: Case) -> str | None:
+        """Why this peer cannot be measured here in `case`, as a phrase for its cell; None if it can."""
+        if self.name.startswith("torch") and case.param == torch.float16 and not case.master:
+            # torch keeps moments in the parameter's dtype. Squares of clipped gradients are below float16's smallest
+            # number, and parameters then become infinite within a few steps.
+            return "float16 moments underflow"
         needed = {"apex": ("apex", "apex.optimizers"), "bitsandbytes": ("bitsandbytes", "bitsandbytes.optim")}
         for module in needed.get(self.name, ()):
             # PyPI's `apex` is another project: NVIDIA's has `apex.optimizers`.
