@@ -472,6 +472,23 @@ def test_the_documented_commands_start(script: str) -> None:
     assert "--out" in run_.stdout
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_case_runs_on_the_gpu_with_graphs(tmp_path: Path) -> None:
+    sets = ",".join(TINY_SETS)
+    assert (
+        run.main(["optim", "--out", str(tmp_path), "--quick", "--sets", sets, "--device", "cuda", "--commit", "a"]) == 0
+    )
+    content = json.loads((tmp_path / "optimizer.json").read_text())
+    assert content["implementation"] == "triton"
+    assert content["environment"]["driver"]
+    for row in content["rows"]:
+        ours = row["peers"][0]
+        assert ours["graphed_ms"]["median"] > 0
+        assert ours["state_bytes"] > 0
+        assert ours["extra_bytes"] >= 0
+
+
 # -- the training loop ------------------------------------------------------------------------------------------------
 
 
@@ -560,3 +577,15 @@ def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     with pytest.raises(SystemExit):
         lightning_loop.main(["--size", "tiny", "--out", str(tmp_path), "--steps", "8", "--commit", "abc"])
     assert "steps=8 leaves fewer than two timed steps" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_loop_attributes_device_time_on_the_gpu(tmp_path: Path) -> None:
+    arguments = ["--size", "tiny", "--out", str(tmp_path), "--device", "cuda", "--commit", "abc"]
+    assert lightning_loop.main(arguments) == 0
+    for one in json.loads((tmp_path / "lightning_loop.json").read_text())["runs"]:
+        profile = one["profile"]
+        assert 0 < profile["optimizer_ms"] < profile["device_ms"]
+        assert profile["optimizer_launches"] >= 1
+        assert sum(profile["kernels"].values()) == pytest.approx(profile["optimizer_ms"])
