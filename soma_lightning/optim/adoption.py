@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from torch.optim import Adam, AdamW, Optimizer
 
-from soma_lightning.optim.fused_adamw import FusedAdamW, unsupported_in_group
+from soma_lightning.optim.fused_adamw import FusedAdamW
+from soma_lightning.optim.groups import unsupported_in_group
 
 
 def why_not_adopted(optimizer: Optimizer) -> str | None:

@@ -7,64 +7,24 @@ its bits. State and `state_dict()` are torch.optim.AdamW's, so checkpoints move 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from soma_kernels.optim.reference import Decision, GradStats, adamw_step_, decide, grad_stats
+from soma_kernels.optim.reference import GradStats, decide
 from soma_lightning.optim.clipping import ClipRule, check_norm_type
+from soma_lightning.optim.control import Control, GradientMark, KnownStats
+from soma_lightning.optim.groups import unsupported_in_group
+from soma_lightning.optim.ownership import Ownership
+from soma_lightning.optim.reference_step import ReferenceStep, ReferenceWork
+from soma_lightning.optim.state import StateFormat, restore_precision
+from soma_lightning.optim.triton_step import TritonStep, TritonWork, why_no_kernels
 
-#: Group settings of torch.optim.AdamW that change the mathematics or the state and have no fused counterpart.
-UNSUPPORTED_SETTINGS = ("amsgrad", "maximize", "differentiable", "capturable")
-
-#: State key of the fp32 copy of a bf16 or fp16 parameter.
-MASTER_KEY = "soma_master"
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-
-@dataclass
-class _Control:
-    """Everything a step leaves behind or picks up.
-
-    One object, because Lightning and Fabric hand users a wrapper of the optimizer: an attribute set on the wrapper
-    never reaches the optimizer, a change inside this shared object does.
-    """
-
-    master_weights: bool = False
-    norm_type: float = 2.0
-    rule: ClipRule | None = None
-    bound: _Bound | None = None
-    last_grad_norm: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
-    skipped_steps: Tensor = field(default_factory=lambda: torch.tensor(0))
-    consecutive_skips: Tensor = field(default_factory=lambda: torch.tensor(0))
-    stats: GradStats | None = None
-    grads_of_stats: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    params_of_stats: list[Tensor] = field(default_factory=list)
-    #: Parameter -> its version when its master was last written: in-place changes by anybody else show up in it.
-    versions_of_masters: dict[Tensor, int] = field(default_factory=dict)
-
-
-class _Bound(NamedTuple):
-    """The gradients that a clipping rule is meant for, and their versions at that moment."""
-
-    grads: list[Tensor]
-    versions: list[int]
-
-
-class _Work(NamedTuple):
-    """The parameters of one group that this step updates, with their gradients."""
-
-    group: dict[str, Any]
-    params: list[Tensor]
-    grads: list[Tensor]
+IMPLEMENTATIONS = ("auto", "triton", "reference")
 
 
 class FusedAdamW(AdamW):
@@ -72,15 +32,19 @@ class FusedAdamW(AdamW):
 
     params: as in torch.optim.AdamW (tensors, named tensors or groups); groups may set lr, betas, eps, weight_decay.
     lr: number or 0-d tensor (a tensor on the device is never read by the host).
+    A group may also set max_norm: it is then clipped by its own norm and does not count for the limit of the others.
     master_weights: keep fp32 copies of bf16 and fp16 parameters and fp32 moments for them; fp32 parameters get none.
+    state_dtype: dtype of the moments without a master: None (the parameter's, as in torch) or torch.float32.
+    implementation: "triton" (kernels), "reference" (plain torch) or "auto" (kernels on CUDA for fp32, bf16 and fp16).
 
     A step whose gradients hold a NaN or an infinity changes nothing (parameters, moments, step counters) and is counted
     in `skipped_steps`. Parameters without gradient or with requires_grad=False cost nothing and get no state.
-    On an accelerator nothing synchronizes with the host.
-    Raises ValueError naming a setting that has no fused counterpart (amsgrad, maximize, differentiable, capturable).
+    On an accelerator nothing synchronizes with the host, and every step but the first can be captured in a CUDA graph
+    (a learning rate that moves must then be a 0-d tensor on the device).
+    Raises ValueError naming a setting that has no fused counterpart (amsgrad, maximize, differentiable).
     """
 
-    _control: _Control
+    _control: Control
 
     def __init__(
         self,
@@ -91,13 +55,21 @@ class FusedAdamW(AdamW):
         weight_decay: float = 1e-2,
         *,
         master_weights: bool = False,
+        state_dtype: torch.dtype | None = None,
+        implementation: str = "auto",
     ) -> None:
-        self.begin_control(master_weights=master_weights)
+        self.begin_control(master_weights=master_weights, state_dtype=state_dtype, implementation=implementation)
         super().__init__(params, lr, betas, eps, weight_decay)
 
-    def begin_control(self, *, master_weights: bool) -> None:
+    def begin_control(
+        self, *, master_weights: bool, state_dtype: torch.dtype | None = None, implementation: str = "auto"
+    ) -> None:
         """Starts counting afresh; for an object that became a FusedAdamW after it was built."""
-        self._control = _Control(master_weights=master_weights)
+        if state_dtype not in (None, torch.float32):
+            raise ValueError(f"state_dtype={state_dtype} is not supported; use None (the parameter's) or torch.float32")
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation={implementation!r} is unknown; use one of {', '.join(IMPLEMENTATIONS)}")
+        self._control = Control(StateFormat(master_weights, state_dtype), implementation)
 
     # ------------------------------------------------------------------ what a user reads and sets
 
@@ -109,17 +81,33 @@ class FusedAdamW(AdamW):
     @property
     def skipped_steps(self) -> Tensor:
         """0-d int64: how many steps were skipped because of non-finite gradients since this object was built."""
-        return self._control.skipped_steps
+        return self._control.counters[0].clone()
 
     @property
     def consecutive_skips(self) -> Tensor:
         """0-d int64: how many of the latest steps were skipped in a row; 0 after a step that was taken."""
-        return self._control.consecutive_skips
+        return self._control.counters[1].clone()
 
     @property
     def master_weights(self) -> bool:
         """Whether bf16 and fp16 parameters have fp32 masters."""
-        return self._control.master_weights
+        return self._control.form.master_weights
+
+    @property
+    def ownership(self) -> Ownership | None:
+        """Who counts which gradient when parameters are divided among processes; None: this one counts all."""
+        return self._control.ownership
+
+    @ownership.setter
+    def ownership(self, ownership: Ownership | None) -> None:
+        self._control.ownership = ownership
+        self._control.forget()
+
+    @property
+    def path_description(self) -> str:
+        """How this optimizer steps, with the reason if not by kernels; for reports."""
+        path = self._control.path
+        return (path or self._choose_path()).description
 
     @property
     def norm_type(self) -> float:
@@ -134,7 +122,7 @@ class FusedAdamW(AdamW):
     def pending_clip(self) -> ClipRule | None:
         """What the next `step()` applies if the gradients stay as they are, or None."""
         bound = self._control.bound
-        if bound is not None and {id(g) for g in bound.grads}.isdisjoint(map(id, self._present_grads())):
+        if bound is not None and not bound.shares_one_with(self._present_grads()):
             return None
         return self._control.rule
 
@@ -148,8 +136,9 @@ class FusedAdamW(AdamW):
     ) -> None:
         """Sets what the next `step()` applies to its gradients; replaces an earlier call, reads no gradient.
 
-        max_norm: limit of the global norm over all groups. max_value: limit of every element.
-        normalizer: gradients are divided by it before either. norm_type: 2.0 or inf; None means `self.norm_type`.
+        max_norm: limit of the global norm over all groups without a limit of their own. max_value: limit of every
+        element. normalizer: gradients are divided by it before either. norm_type: 2.0 or inf; None means
+        `self.norm_type`.
         Without arguments the pending rule is dropped. Raises ValueError when both limits are set or one is not
         positive.
         """
@@ -163,8 +152,7 @@ class FusedAdamW(AdamW):
         The rule is dropped with them: a step whose gradients are all new ones is not clipped. RuntimeError in the step
         when the gradients were written to in between: they would have been clipped before that, not after it.
         """
-        grads = self._present_grads()
-        self._control.rule, self._control.bound = rule, _Bound(grads, [g._version for g in grads])
+        self._control.rule, self._control.bound = rule, GradientMark.of(self._present_grads())
 
     def _present_grads(self) -> list[Tensor]:
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -177,35 +165,39 @@ class FusedAdamW(AdamW):
         if rule is None or bound is None:
             return rule
         grads = self._present_grads()
-        if {id(g) for g in bound.grads}.isdisjoint(map(id, grads)):
+        if not bound.shares_one_with(grads):
             return None
-        same = len(grads) == len(bound.grads) and all(map(operator.is_, grads, bound.grads))
-        if not same or [g._version for g in grads] != bound.versions:
+        if not bound.holds(grads):
             raise RuntimeError(
                 "gradients were changed between clipping and step(); clipping happens inside the step here, so it "
                 "would act on the changed ones: clip last, or keep torch's step with fused_optimizer=False"
             )
         return rule
 
+    @torch.no_grad()
     def grad_norm(self, norm_type: float | None = None) -> Tensor:
         """0-d: global norm of the gradients as they are now; the next `step()` reuses the pass if they do not change.
 
         Returns 0 when there is no gradient.
         """
-        work = self._collect()
-        if not work:
+        rule = ClipRule(norm_type=self.norm_type if norm_type is None else norm_type)
+        work = self._collect(rule)
+        if work is None:
             return torch.zeros(())
-        return decide(self._statistics(work, self.norm_type if norm_type is None else norm_type)).norm
+        stats = self._statistics(work, rule.norm_type)
+        self._control.known = KnownStats(GradientMark.of(work.grads), stats)
+        return decide(self._over_all_processes(stats, None)).norm
 
     def first_nonfinite_parameter(self) -> Tensor | None:
         """The first parameter (group order) whose gradient was non-finite in the last step or `grad_norm()`, if any.
 
         Synchronizes with the device: call it to explain a skipped step, not on every one.
         """
-        if self._control.stats is None:
+        control = self._control
+        if control.last_stats is None or control.path is None:
             return None
-        bad = (~self._control.stats.partials.isfinite()).nonzero().flatten().tolist()
-        return self._control.params_of_stats[bad[0]] if bad else None
+        first = control.path.first_nonfinite(control.last_stats)
+        return None if first is None else control.last_params[first]
 
     # ------------------------------------------------------------------ the step
 
@@ -219,127 +211,88 @@ class FusedAdamW(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        control = self._control
-        rule = self._take_rule()
-        work = self._collect()
-        if not work:
-            return loss
-        rule = rule if rule is not None else ClipRule(norm_type=control.norm_type)
-        stats = self._statistics(work, rule.norm_type)
-        decision = decide(stats, max_norm=rule.max_norm, normalizer=rule.normalizer)
-        self._record(decision)
-        scaled = rule.max_norm is not None or rule.normalizer is not None
-        if decision.take.device.type == "cpu":
-            # Reading a CPU scalar costs no synchronization, and a coefficient of exactly 1 then costs no pass at all.
-            scale = decision.scale.item() if scaled else 1.0
-            if decision.take:
-                self._update(work, None if scale == 1.0 else scale, rule.max_value, take=None)
-        else:
-            self._update(work, decision.scale if scaled else None, rule.max_value, take=decision.take)
-        control.grads_of_stats = []
+        rule = self._take_rule() or ClipRule(norm_type=self.norm_type)
+        work = self._collect(rule)
+        if work is not None:
+            stats = self._statistics(work, rule.norm_type)
+            self._control.known = None
+            work.path.update(self, work, self._over_all_processes(stats, rule.normalizer), rule)
         return loss
 
-    def _collect(self) -> list[_Work]:
-        work = []
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None and p.requires_grad]
-            if params:
-                work.append(_Work(group, params, [p.grad for p in params]))
-        for grad in chain.from_iterable(w.grads for w in work):
-            if grad.layout != torch.strided:
-                raise ValueError(
-                    f"a gradient of shape {tuple(grad.shape)} is sparse; AdamW needs dense gradients "
-                    "(for an embedding: sparse=False)"
-                )
-        devices = {p.device for w in work for p in w.params}
-        if len(devices) > 1:
-            raise ValueError(
-                f"the parameters live on several devices ({', '.join(sorted(map(str, devices)))}); "
-                "use one FusedAdamW per device or torch.optim.AdamW"
-            )
-        return work
+    def _choose_path(self) -> ReferenceStep | TritonStep:
+        """How the next step is done. Raises ValueError if the kernels were asked for and cannot do it."""
+        implementation = self._control.implementation
+        if implementation == "reference":
+            return ReferenceStep("asked for")
+        params = [p for group in self.param_groups for p in group["params"]]
+        reason = why_no_kernels(params, interpreted=implementation == "triton")
+        if reason is None:
+            return TritonStep()
+        if implementation == "triton":
+            raise ValueError(f"implementation='triton' is not possible: {reason}; use 'auto'")
+        return ReferenceStep(reason)
 
-    def _statistics(self, work: list[_Work], norm_type: float) -> GradStats:
-        grads = [g for w in work for g in w.grads]
+    def _collect(self, rule: ClipRule) -> ReferenceWork | TritonWork | None:
+        """The gradients of this step, None if there is none."""
+        if not any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            return None
         control = self._control
-        # A tensor's version counts in-place writes: the pass is reused only for the same tensors, unwritten since.
-        # Holding them (until the step) keeps a new gradient from taking an old one's place in memory.
-        versions = [g._version for g in grads]
-        same = len(grads) == len(control.grads_of_stats) and all(map(operator.is_, grads, control.grads_of_stats))
-        if control.stats is None or not same or (norm_type, versions) != (control.stats.norm_type, control.versions):
-            control.stats = grad_stats(grads, norm_type=norm_type)
-            control.grads_of_stats, control.versions = grads, versions
-            control.params_of_stats = [p for w in work for p in w.params]
-        return control.stats
+        if control.path is None or isinstance(control.path, ReferenceStep):
+            control.path = self._choose_path()
+        return control.path.collect(self, rule)
 
-    def _record(self, decision: Decision) -> None:
+    def _statistics(self, work: ReferenceWork | TritonWork, norm_type: float) -> GradStats:
+        """This process's statistics, from the last `grad_norm()` if nothing changed since."""
         control = self._control
-        control.last_grad_norm = decision.norm
-        skipped = (~decision.take).to(torch.int64)
-        control.skipped_steps = _counter_on(skipped.device, control.skipped_steps) + skipped
-        control.consecutive_skips = (_counter_on(skipped.device, control.consecutive_skips) + 1) * skipped
+        known = control.known
+        if known is not None and known.stats.norm_type == norm_type and known.mark.holds(work.grads):
+            return known.stats
+        control.last_stats = work.path.statistics(self, work, norm_type)
+        control.last_params = work.params
+        return control.last_stats
 
-    def _update(
-        self, work: list[_Work], scale: float | Tensor | None, max_value: float | None, *, take: Tensor | None
-    ) -> None:
-        for group, params, grads in work:
-            states = [self._ready_state(p) for p in params]
-            beta1, beta2 = group["betas"]
-            adamw_step_(
-                params,
-                grads,
-                [s["exp_avg"] for s in states],
-                [s["exp_avg_sq"] for s in states],
-                [s["step"] for s in states],
-                lr=group["lr"],
-                beta1=float(beta1),
-                beta2=float(beta2),
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                masters=[s.get(MASTER_KEY) for s in states],
-                scale=scale,
-                max_value=max_value,
-                take=take,
-            )
-            self._control.versions_of_masters |= {
-                p: p._version for p, s in zip(params, states, strict=True) if MASTER_KEY in s
-            }
+    def _over_all_processes(self, stats: GradStats, normalizer: float | Tensor | None) -> GradStats:
+        """The statistics with the normalizer in them, over all processes."""
+        vector, ownership = stats.vector, self.ownership
+        if normalizer is not None:
+            vector = vector.clone()
+            if isinstance(normalizer, Tensor) and normalizer.device.type != "cpu":
+                vector[1].copy_(normalizer)
+            else:
+                vector[1].fill_(float(normalizer))
+        if ownership is not None:
+            vector = ownership.reduce(vector, stats.norm_type)
+        return stats._replace(vector=vector)
 
     # ------------------------------------------------------------------ state
 
-    def _needs_master(self, param: Tensor) -> bool:
-        return self.master_weights and param.dtype in LOW_PRECISION
+    @property
+    def state(self) -> Any:
+        """As in torch.optim.Optimizer: parameter -> its state.
 
-    def _ready_state(self, param: Tensor) -> dict[str, Any]:
-        """The parameter's state, created or moved to where this step needs it."""
-        state: dict[str, Any] = self.state[param]
-        dtype = torch.float32 if self._needs_master(param) else param.dtype
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-        # torch.optim.AdamW keeps `step` on the CPU, and so does a checkpoint of it.
-        state["step"] = state["step"].to(param.device, torch.float32)
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = state[key].to(param.device, dtype)
-        if self._needs_master(param):
-            state[MASTER_KEY] = self._ready_master(param, state.get(MASTER_KEY))
-        return state
+        Whoever reads it may replace tensors in it; the next step looks.
+        """
+        control = self.__dict__.get("_control")
+        if control is not None:
+            control.state_was_seen = True
+        return self.__dict__["state"]
 
-    def _ready_master(self, param: Tensor, master: Tensor | None) -> Tensor:
-        if master is None:
-            return param.detach().to(torch.float32)
-        if self._control.versions_of_masters.get(param) != param._version:
-            # Somebody loaded or changed the parameter: a master is valid where it rounds to its parameter.
-            master = torch.where(master.to(param.dtype) == param, master, param.detach().to(torch.float32))
-        return master
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+        self._control.forget()
+
+    @property
+    def _states(self) -> Any:
+        """The state for the step itself, which replaces nothing behind its own back."""
+        return self.__dict__["state"]
 
     def recheck_masters(self) -> None:
         """Call after changing bf16 or fp16 parameters through `.data`: the next step starts from their new values.
 
         Changes in place under `torch.no_grad()` and `load_state_dict` of the module are noticed without it.
         """
-        self._control.versions_of_masters.clear()
+        self._control.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim.AdamW; ValueError naming a setting or a parameter that is not supported."""
@@ -367,27 +320,15 @@ class FusedAdamW(AdamW):
         for saved_id, param in zip(saved_ids, live, strict=True):
             saved = state_dict["state"].get(saved_id)
             if saved is not None:
-                self._restore_precision(param, saved)
-        self.recheck_masters()
-        self._control.stats, self._control.grads_of_stats, self._control.params_of_stats = None, [], []
-
-    def _restore_precision(self, param: Tensor, saved: dict[str, Any]) -> None:
-        state = self.state[param]
-        state.pop(MASTER_KEY, None)
-        if not self._needs_master(param):
-            return
-        for key in ("exp_avg", "exp_avg_sq", MASTER_KEY):
-            # A master of lower precision was rounded by another optimizer on its way: it says nothing new.
-            if key in saved and (key != MASTER_KEY or saved[key].dtype == torch.float32):
-                state[key] = saved[key].detach().to(param.device, torch.float32, copy=True)
+                restore_precision(param, self._states[param], saved, self._control.form)
+        self._control.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        control = _Control(master_weights=self.master_weights, norm_type=self.norm_type)
-        return {**super().__getstate__(), "_control": control}
+        return {**super().__getstate__(), "_control": self._control.fresh()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.setdefault("_control", _Control())
+        self.__dict__.setdefault("_control", Control())
 
 
 class FP32MasterAdamW(FusedAdamW):
@@ -402,25 +343,3 @@ class FP32MasterAdamW(FusedAdamW):
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, master_weights=True)
-
-
-def _counter_on(device: torch.device, counter: Tensor) -> Tensor:
-    """The counter on `device`; one that starts on the CPU gets there without a synchronizing copy."""
-    if counter.device.type == "cpu" and device.type != "cpu":
-        return torch.full((), int(counter), dtype=counter.dtype, device=device)
-    return counter.to(device)
-
-
-def unsupported_in_group(group: dict[str, Any]) -> str | None:
-    """The setting or parameter of a param group that has no fused counterpart, as words for an error; None if none."""
-    for setting in UNSUPPORTED_SETTINGS:
-        if group.get(setting):
-            return f"{setting}=True"
-    if not group.get("decoupled_weight_decay", True):
-        return "decoupled_weight_decay=False (L2 regularization)"
-    if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group.get("betas", ())):
-        return "betas as device tensors"
-    for param in group["params"]:
-        if not param.is_floating_point():
-            return f"a parameter of dtype {param.dtype} (shape {tuple(param.shape)})"
-    return None

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from soma_lightning.layout.mesh import Layout, resolve_layout
 from soma_lightning.optim.adoption import adopt, why_not_adopted
 from soma_lightning.optim.clipping import ClipRule
-from soma_lightning.optim.fused_adamw import LOW_PRECISION, FusedAdamW
+from soma_lightning.optim.fused_adamw import FusedAdamW
+from soma_lightning.optim.state import LOW_PRECISION
 from soma_lightning.strategy.options import StrategyOptions
 
 

@@ -105,7 +105,6 @@ def replaced_step() -> AdamW:
         (Adam([parameter()]), "Adam uses decoupled_weight_decay=False (L2 regularization)"),
         (AdamW([parameter()], amsgrad=True), "AdamW uses amsgrad=True"),
         (AdamW([parameter()], maximize=True), "AdamW uses maximize=True"),
-        (AdamW([parameter()], capturable=True), "AdamW uses capturable=True"),
         (AdamW([parameter()], differentiable=True), "AdamW uses differentiable=True"),
         (
             AdamW([nn.Parameter(torch.ones(1, dtype=torch.complex64))]),

@@ -14,16 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from soma_kernels.optim.grad_stats import TRITON_DTYPE, _pointer
+from soma_kernels.launch import Launcher
 from soma_kernels.optim.plan import StateTable, StepTable, WorkList
 from soma_kernels.optim.reference import CLIP_EPS, GradStats
-from soma_kernels.runtime import is_interpreter
+from soma_kernels.optim.streams import TRITON_DTYPE, load_fp32, pointer, store_rounded
 
 #: fp32 scalars of one tensor that the update reads, see `_prepare_kernel`; padded to a power of two.
 _SCALARS = 16
 _PREPARE_BLOCK = 128
 _NORM_EPS = tl.constexpr(CLIP_EPS)
-_INTERPRETED = tl.constexpr(is_interpreter())
 
 
 @triton.jit
@@ -38,7 +37,7 @@ def _prepare_kernel(
     words,
     groups,
     clips,
-    step_addresses,
+    state_addresses,
     scalars,
     norm_out,
     counters,
@@ -74,10 +73,11 @@ def _prepare_kernel(
     weight1 = tl.load(hyper + 2, mask=valid, other=1.0)
     weight2 = tl.load(hyper + 4, mask=valid, other=1.0)
     present = valid & (tl.load(words + i_tensor, mask=valid, other=0) != 0)
-    step_address = tl.load(step_addresses + i_tensor, mask=valid, other=0).to(tl.pointer_type(tl.float32))
-    step = tl.load(step_address, mask=present, other=0.0) + 1.0
+    step_address = tl.load(state_addresses + 4 * num_tensors + i_tensor, mask=valid, other=0)
+    step_at = step_address.to(tl.pointer_type(tl.float32))
+    step = tl.load(step_at, mask=present, other=0.0) + 1.0
     if take:
-        tl.store(step_address, step, mask=present)
+        tl.store(step_at, step, mask=present)
     correction1 = 1.0 - tl.exp(step.to(tl.float64) * tl.load(hyper + 1, mask=valid, other=-1.0))
     correction2 = 1.0 - tl.exp(step.to(tl.float64) * tl.load(hyper + 3, mask=valid, other=-1.0))
 
@@ -99,26 +99,6 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _load(address, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(address, mask=mask, other=0.0).to(tl.float32)
-    return tl.load(address).to(tl.float32)
-
-
-@triton.jit
-def _store(address, value, mask, MASKED: tl.constexpr):
-    if _INTERPRETED and address.dtype.element_ty == tl.bfloat16:
-        # Triton's interpreter truncates to bf16; hardware rounds to nearest even, and so do these integers.
-        bits = value.to(tl.int32, bitcast=True)
-        value = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-    value = value.to(address.dtype.element_ty)
-    if MASKED:
-        tl.store(address, value, mask=mask)
-    else:
-        tl.store(address, value)
-
-
-@triton.jit
 def _update(
     streams,
     start,
@@ -137,35 +117,35 @@ def _update(
 ):
     """AdamW on the elements [begin, end) after `start` of one tensor."""
     scale, weight1, beta2, weight2, decay, step_size, root, eps = scalars
-    p = _pointer(streams[0], start, PARAM, ALIGNED)
-    g = _pointer(streams[1], start, GRAD, ALIGNED)
-    m = _pointer(streams[2], start, MOMENT, ALIGNED)
-    v = _pointer(streams[3], start, MOMENT, ALIGNED)
-    w = _pointer(streams[4], start, tl.float32, ALIGNED)
+    p = pointer(streams[0], start, PARAM, ALIGNED)
+    g = pointer(streams[1], start, GRAD, ALIGNED)
+    m = pointer(streams[2], start, MOMENT, ALIGNED)
+    v = pointer(streams[3], start, MOMENT, ALIGNED)
+    w = pointer(streams[4], start, tl.float32, ALIGNED)
     for i in range(begin, end, TILE):
         at = i + tl.arange(0, TILE)
         mask = at < end
-        grad = _load(g + at, mask, MASKED) * scale
-        exp_avg = _load(m + at, mask, MASKED)
-        exp_avg_sq = _load(v + at, mask, MASKED)
-        weight = _load((w if MASTER else p) + at, mask, MASKED)
+        grad = load_fp32(g + at, mask, MASKED) * scale
+        exp_avg = load_fp32(m + at, mask, MASKED)
+        exp_avg_sq = load_fp32(v + at, mask, MASKED)
+        weight = load_fp32((w if MASTER else p) + at, mask, MASKED)
         if CLAMP:
             grad = tl.minimum(tl.maximum(grad, -max_value), max_value)
         exp_avg += weight1 * (grad - exp_avg)
         exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad * grad
         denominator = tl.sqrt_rn(exp_avg_sq) * root + eps
         weight = weight * decay - step_size * tl.div_rn(exp_avg, denominator)
-        _store(m + at, exp_avg, mask, MASKED)
-        _store(v + at, exp_avg_sq, mask, MASKED)
+        store_rounded(m + at, exp_avg, mask, MASKED)
+        store_rounded(v + at, exp_avg_sq, mask, MASKED)
         if MASTER:
-            _store(w + at, weight, mask, MASKED)
-        _store(p + at, weight, mask, MASKED)
+            store_rounded(w + at, weight, mask, MASKED)
+        store_rounded(p + at, weight, mask, MASKED)
 
 
 @triton.jit(do_not_specialize=["last", "num_tensors", "max_value"])
 def _adamw_kernel(
-    chunk_tensor,
-    chunk_start,
+    tensor_of_chunk,
+    first_chunk,
     numel,
     grad_addresses,
     state_addresses,
@@ -184,10 +164,10 @@ def _adamw_kernel(
 ):
     # Backwards: the gradients that pass 1 read last are the ones still in the L2 cache.
     i_chunk = last - tl.program_id(0)
-    i_tensor = tl.load(chunk_tensor + i_chunk)
+    i_tensor = tl.load(tensor_of_chunk + i_chunk)
     row = scalars + i_tensor * SCALARS
     if tl.load(row + 8) != 0:
-        start = tl.multiple_of(tl.load(chunk_start + i_chunk), 16)
+        start = (i_chunk - tl.load(first_chunk + i_tensor)) * CHUNK
         length = tl.minimum(tl.load(numel + i_tensor) - start, CHUNK).to(tl.int32)
         full = length // TILE * TILE
         state = state_addresses + i_tensor
@@ -211,6 +191,10 @@ def _adamw_kernel(
         _update(streams, start, full, length, s, max_value, PARAM, GRAD, MOMENT, MASTER, CLAMP, False, True, TILE)
 
 
+_launch_prepare = Launcher(_prepare_kernel)
+_launch_adamw = Launcher(_adamw_kernel)
+
+
 def adamw_step_(
     work: WorkList,
     states: StateTable,
@@ -230,43 +214,22 @@ def adamw_step_(
     """
     norm = torch.empty((), dtype=torch.float32, device=work.device)
     scalars = torch.empty(work.num_tensors * _SCALARS, dtype=torch.float32, device=work.device)
-    _prepare_kernel[(triton.cdiv(work.num_tensors, _PREPARE_BLOCK),)](
-        stats.vector,
-        table.words,
-        work.group,
-        work.clip,
-        states.addresses[4],
-        scalars,
-        norm,
-        counters,
-        work.num_tensors,
-        work.num_groups,
-        work.num_clips,
-        INF=stats.norm_type == math.inf,
-        NORMALIZE=normalize,
-        CLIPS=triton.next_power_of_2(work.num_clips),
-        SCALARS=_SCALARS,
-        BLOCK=_PREPARE_BLOCK,
+    sizes = (work.num_tensors, work.num_groups, work.num_clips)
+    _launch_prepare(
+        triton.cdiv(work.num_tensors, _PREPARE_BLOCK),
+        (stats.vector, table.words, work.group, work.clip, states.addresses, scalars, norm, counters, *sizes),
+        (stats.norm_type == math.inf, normalize, triton.next_power_of_2(work.num_clips), _SCALARS, _PREPARE_BLOCK),
+        num_warps=4,
     )
-    for variant, first, count in work.launches:
-        _adamw_kernel[(count,)](
-            work.chunk_tensor,
-            work.chunk_start,
-            work.numel,
-            table.words,
-            states.addresses,
-            scalars,
-            first + count - 1,
-            work.num_tensors,
-            0.0 if max_value is None else max_value,
-            PARAM=TRITON_DTYPE[variant.param],
-            GRAD=TRITON_DTYPE[variant.grad],
-            MOMENT=TRITON_DTYPE[variant.moment],
-            MASTER=variant.master,
-            CLAMP=max_value is not None,
-            CHUNK=work.tiles.chunk,
-            TILE=work.tiles.update_tile,
-            SCALARS=_SCALARS,
-            num_warps=work.tiles.update_warps,
+    chunks, tiles = work.update, work.tiles
+    limit = 0.0 if max_value is None else float(max_value)
+    for variant, first, count in chunks.launches:
+        dtypes = (TRITON_DTYPE[variant.param], TRITON_DTYPE[variant.grad], TRITON_DTYPE[variant.moment])
+        _launch_adamw(
+            count,
+            (chunks.tensor, chunks.first, work.numel, table.words, states.addresses, scalars)
+            + (first + count - 1, work.num_tensors, limit),
+            (*dtypes, variant.master, max_value is not None, tiles.update_chunk, tiles.update_tile, _SCALARS),
+            num_warps=tiles.update_warps,
         )
     return norm

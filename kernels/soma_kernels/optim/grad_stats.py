@@ -14,25 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from soma_kernels.launch import Launcher
 from soma_kernels.optim.plan import StepTable, WorkList
 from soma_kernels.optim.reference import VECTOR_SUMS, GradStats
-
-TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+from soma_kernels.optim.streams import TRITON_DTYPE, load_fp32, pointer
 
 #: Partials that the combining program adds at once.
 _COMBINE_BLOCK = 4096
-
-
-@triton.jit
-def _pointer(address, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to element `start` of what lies at an address.
-
-    The hint is tied to the operation that makes the pointer, so aligned and unaligned code must each make their own.
-    """
-    pointer = address.to(tl.pointer_type(TYPE))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer + start
 
 
 @triton.jit
@@ -55,13 +43,10 @@ def _accumulate(
     TILE: tl.constexpr,
 ):
     """Adds the elements [begin, end) after `start` to the lanes of `acc`."""
-    g = _pointer(address, start, GRAD, ALIGNED)
+    g = pointer(address, start, GRAD, ALIGNED)
     for i in range(begin, end, TILE):
         at = i + tl.arange(0, TILE)
-        if MASKED:
-            x = tl.load(g + at, mask=at < end, other=0.0).to(tl.float32)
-        else:
-            x = tl.load(g + at).to(tl.float32)
+        x = load_fp32(g + at, at < end, MASKED)
         if INF:
             acc = tl.maximum(acc, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
         else:
@@ -71,8 +56,8 @@ def _accumulate(
 
 @triton.jit(do_not_specialize=["first"])
 def _grad_stats_kernel(
-    chunk_tensor,
-    chunk_start,
+    tensor_of_chunk,
+    first_chunk,
     numel,
     grad_addresses,
     partials,
@@ -83,8 +68,8 @@ def _grad_stats_kernel(
     TILE: tl.constexpr,
 ):
     i_chunk = first + tl.program_id(0)
-    i_tensor = tl.load(chunk_tensor + i_chunk)
-    start = tl.multiple_of(tl.load(chunk_start + i_chunk), 16)
+    i_tensor = tl.load(tensor_of_chunk + i_chunk)
+    start = (i_chunk - tl.load(first_chunk + i_tensor)) * CHUNK
     address = tl.load(grad_addresses + i_tensor)
     length = tl.minimum(tl.load(numel + i_tensor) - start, CHUNK).to(tl.int32)
     full = length // TILE * TILE
@@ -99,7 +84,7 @@ def _grad_stats_kernel(
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def _combine_kernel(partials, chunk_clip, vector, num_chunks, INF: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(partials, clip_of_chunk, vector, num_chunks, INF: tl.constexpr, BLOCK: tl.constexpr):
     """One program a clip group; program 0 also counts the chunks that are not finite."""
     i_clip = tl.program_id(0)
     total = tl.zeros([BLOCK], tl.float64)
@@ -107,7 +92,7 @@ def _combine_kernel(partials, chunk_clip, vector, num_chunks, INF: tl.constexpr,
     for i in range(0, num_chunks, BLOCK):
         row = i + tl.arange(0, BLOCK)
         x = tl.load(partials + row, mask=row < num_chunks, other=0.0)
-        clip = tl.load(chunk_clip + row, mask=row < num_chunks, other=-1)
+        clip = tl.load(clip_of_chunk + row, mask=row < num_chunks, other=-1)
         bad += (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
         x = tl.where(clip == i_clip, x, 0.0).to(tl.float64)
         if INF:
@@ -121,30 +106,28 @@ def _combine_kernel(partials, chunk_clip, vector, num_chunks, INF: tl.constexpr,
         tl.store(vector + 1, 1.0)
 
 
+_launch_grad_stats = Launcher(_grad_stats_kernel)
+_launch_combine = Launcher(_combine_kernel)
+
+
 def grad_stats(work: WorkList, table: StepTable, *, norm_type: float = 2.0) -> GradStats:
     """Statistics of the gradients at `table`'s addresses; two launches, no synchronization.
 
     Returns partials [R] fp32 and the vector of `soma_kernels.optim.reference.grad_stats`, ready for an all-reduce.
     """
-    partials = torch.empty(work.num_chunks, dtype=torch.float32, device=work.device)
+    chunks, tiles = work.stats, work.tiles
+    partials = torch.empty(chunks.count, dtype=torch.float32, device=work.device)
     vector = torch.empty(VECTOR_SUMS + work.num_clips, dtype=torch.float32, device=work.device)
     inf = norm_type == math.inf
-    for variant, first, count in work.launches:
-        _grad_stats_kernel[(count,)](
-            work.chunk_tensor,
-            work.chunk_start,
-            work.numel,
-            table.words,
-            partials,
-            first,
-            GRAD=TRITON_DTYPE[variant.grad],
-            INF=inf,
-            CHUNK=work.tiles.chunk,
-            TILE=work.tiles.stats_tile,
-            num_warps=work.tiles.stats_warps,
+    for variant, first, count in chunks.launches:
+        _launch_grad_stats(
+            count,
+            (chunks.tensor, chunks.first, work.numel, table.words, partials, first),
+            (TRITON_DTYPE[variant.grad], inf, tiles.stats_chunk, tiles.stats_tile),
+            num_warps=tiles.stats_warps,
         )
-    _combine_kernel[(work.num_clips,)](
-        partials, work.chunk_clip, vector, work.num_chunks, INF=inf, BLOCK=_COMBINE_BLOCK, num_warps=8
+    _launch_combine(
+        work.num_clips, (partials, work.clip_of_chunk, vector, chunks.count), (inf, _COMBINE_BLOCK), num_warps=8
     )
     return GradStats(partials, vector, norm_type)
 
@@ -152,4 +135,4 @@ def grad_stats(work: WorkList, table: StepTable, *, norm_type: float = 2.0) -> G
 def tensor_of_first_nonfinite(work: WorkList, partials: Tensor) -> int | None:
     """Smallest index of a tensor with a non-finite partial; waits for the device."""
     bad = (~partials.isfinite()).cpu().numpy()
-    return int(work.tensor_of_chunk[bad].min()) if bad.any() else None
+    return int(work.stats.tensor_on_host[bad].min()) if bad.any() else None

@@ -4,7 +4,7 @@ Many tensors of any size become one launch: every tensor is cut into chunks, and
 changes rarely (sizes, chunks, addresses of parameters and moments) is uploaded once into `WorkList` and
 `StateTable`; what changes every step (addresses of gradients, hyperparameters) is one small copy, `StepTable`.
 
-n is the number of tensors, R the number of chunks, G of hyperparameter groups, K of clip groups.
+n is the number of tensors, R of chunks, G of hyperparameter groups, K of clip groups.
 """
 
 from __future__ import annotations
@@ -29,17 +29,29 @@ EMPTY_GRADIENT = 1
 
 
 class Tiles(NamedTuple):
-    """Sizes of the two passes. `chunk` fixes the order of every sum: another value gives other last bits.
+    """Sizes of the two passes, in elements. `stats_chunk` fixes the order of every sum: another value, other last bits.
 
-    chunk: elements of one program, a multiple of both tiles. *_tile: elements of one iteration. *_warps: warps of one
-    program.
+    *_chunk: elements of one program, a multiple of its tile. *_tile: elements of one iteration, a power of two and at
+    least 16. *_warps: warps of one program.
     """
 
-    chunk: int = 65536
-    stats_tile: int = 4096
+    stats_chunk: int = 65536
+    stats_tile: int = 2048
     stats_warps: int = 4
+    update_chunk: int = 2048
     update_tile: int = 1024
     update_warps: int = 4
+
+
+#: Measured on an H200 (docs/benchmarks/optimizer.md): tensors of a few hundred elements waste wide tiles.
+SMALL_TENSORS = Tiles(stats_tile=512, stats_warps=2, update_tile=512, update_warps=2)
+#: Mean size below which the tensors count as small.
+SMALL_MEAN = 16384
+
+
+def tiles_for(numels: Sequence[int]) -> Tiles:
+    """The sizes for tensors of these sizes; they depend on nothing else, so results have the same bits everywhere."""
+    return SMALL_TENSORS if sum(numels) < SMALL_MEAN * len(numels) else Tiles()
 
 
 class Variant(NamedTuple):
@@ -70,33 +82,71 @@ class Launch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WorkList:
-    """The chunks of n tensors, grouped by variant, on the device.
+class Chunks:
+    """n tensors cut into R chunks of `size` elements, in launch order.
 
-    chunk_tensor: [R] int32, which tensor. chunk_start: [R] int64, first element. chunk_clip: [R] int32, clip group
-    that counts the chunk's squares, -1 for none. numel: [n] int64. clip, group: [n] int32.
-    tensor_of_chunk: chunk_tensor on the host.
+    tensor: [R] int32, which tensor. first: [n] int64, the first chunk of each tensor. tensor_on_host: [R].
     """
 
+    size: int
     launches: tuple[Launch, ...]
-    chunk_tensor: Tensor
-    chunk_start: Tensor
-    chunk_clip: Tensor
+    tensor: Tensor
+    first: Tensor
+    tensor_on_host: np.ndarray
+
+    @property
+    def count(self) -> int:
+        return len(self.tensor_on_host)
+
+    @classmethod
+    def cut(cls, numels: np.ndarray, variants: Sequence[Variant], size: int, device: torch.device) -> Chunks:
+        """Cuts tensors of `numels` elements; those of one variant are neighbors and share a launch."""
+        order = np.array(sorted(range(len(numels)), key=lambda i: _sort_key(variants[i])), dtype=np.int64)
+        counts = -(-numels[order] // size)
+        first = np.zeros(len(numels), dtype=np.int64)
+        first[order] = np.cumsum(counts) - counts
+        tensor = np.repeat(order, counts)
+        launches = _launches([variants[i] for i in order], counts.tolist())
+        return cls(size, launches, upload(tensor.astype(np.int32), device), upload(first, device), tensor)
+
+
+def _sort_key(variant: Variant) -> tuple[str, str, str, bool]:
+    return str(variant.grad), str(variant.param), str(variant.moment), variant.master
+
+
+def _launches(variants: Sequence[Variant], counts: Sequence[int]) -> tuple[Launch, ...]:
+    launches: list[Launch] = []
+    first = 0
+    for variant, count in zip(variants, counts, strict=True):
+        if launches and launches[-1].variant == variant:
+            launches[-1] = launches[-1]._replace(count=launches[-1].count + count)
+        else:
+            launches.append(Launch(variant, first, count))
+        first += count
+    return tuple(launch for launch in launches if launch.count > 0)
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """What both passes know about n tensors before they see a gradient, on the device.
+
+    stats, update: the chunks of each pass. clip_of_chunk: [R of stats] int32, the clip group that counts the chunk's
+    squares, -1 for none. numel: [n] int64. clip, group: [n] int32.
+    """
+
+    tiles: Tiles
+    stats: Chunks
+    update: Chunks
+    clip_of_chunk: Tensor
     numel: Tensor
     clip: Tensor
     group: Tensor
     num_clips: int
     num_groups: int
-    tiles: Tiles
-    tensor_of_chunk: np.ndarray
 
     @property
     def num_tensors(self) -> int:
         return self.numel.numel()
-
-    @property
-    def num_chunks(self) -> int:
-        return self.chunk_tensor.numel()
 
     @property
     def device(self) -> torch.device:
@@ -110,54 +160,34 @@ class WorkList:
         device: torch.device,
         *,
         groups: Sequence[int] | None = None,
+        num_groups: int = 1,
         clips: Sequence[int] | None = None,
+        num_clips: int = 1,
         counted: Sequence[bool] | None = None,
         tiles: Tiles | None = None,
     ) -> WorkList:
-        """Cuts n tensors into chunks.
+        """Plans for n >= 1 tensors.
 
         groups: hyperparameter group of each tensor; None: all 0. clips: clip group of each tensor; None: all 0.
         counted: False leaves a tensor's squares to another process (its non-finite values still count); None: all.
         """
-        tiles = tiles or Tiles()
-        n = len(numels)
-        groups = groups if groups is not None else [0] * n
-        clips = clips if clips is not None else [0] * n
-        order = sorted(range(n), key=lambda i: _sort_key(variants[i]))
-        chunks_of = np.array([-(-numels[i] // tiles.chunk) for i in order], dtype=np.int64)
-        tensor = np.repeat(np.array(order, dtype=np.int64), chunks_of)
-        start = (np.arange(len(tensor)) - np.repeat(np.cumsum(chunks_of) - chunks_of, chunks_of)) * tiles.chunk
-        clip_of = np.array(clips, dtype=np.int64)
-        counted_clip = clip_of if counted is None else np.where(np.array(counted, dtype=bool), clip_of, -1)
+        tiles = tiles or tiles_for(numels)
+        sizes = np.array(numels, dtype=np.int64)
+        group = np.array(groups if groups is not None else [0] * len(sizes), dtype=np.int32)
+        clip = np.array(clips if clips is not None else [0] * len(sizes), dtype=np.int32)
+        stats = Chunks.cut(sizes, variants, tiles.stats_chunk, device)
+        counted_clip = clip if counted is None else np.where(np.array(counted, dtype=bool), clip, np.int32(-1))
         return cls(
-            launches=_launches(order, variants, chunks_of),
-            chunk_tensor=upload(tensor.astype(np.int32), device),
-            chunk_start=upload(start.astype(np.int64), device),
-            chunk_clip=upload(counted_clip[tensor].astype(np.int32), device),
-            numel=upload(np.array(numels, dtype=np.int64), device),
-            clip=upload(clip_of.astype(np.int32), device),
-            group=upload(np.array(groups, dtype=np.int32), device),
-            num_clips=max(clips, default=0) + 1,
-            num_groups=max(groups, default=0) + 1,
             tiles=tiles,
-            tensor_of_chunk=tensor,
+            stats=stats,
+            update=Chunks.cut(sizes, variants, tiles.update_chunk, device),
+            clip_of_chunk=upload(counted_clip[stats.tensor_on_host], device),
+            numel=upload(sizes, device),
+            clip=upload(clip, device),
+            group=upload(group, device),
+            num_clips=num_clips,
+            num_groups=num_groups,
         )
-
-
-def _sort_key(variant: Variant) -> tuple[str, str, str, bool]:
-    return str(variant.grad), str(variant.param), str(variant.moment), variant.master
-
-
-def _launches(order: Sequence[int], variants: Sequence[Variant], chunks_of: np.ndarray) -> tuple[Launch, ...]:
-    launches: list[Launch] = []
-    first = 0
-    for i, count in zip(order, chunks_of.tolist(), strict=True):
-        if launches and launches[-1].variant == variants[i]:
-            launches[-1] = launches[-1]._replace(count=launches[-1].count + count)
-        else:
-            launches.append(Launch(variants[i], first, count))
-        first += count
-    return tuple(launch for launch in launches if launch.count > 0)
 
 
 class StateTable:

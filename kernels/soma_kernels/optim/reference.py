@@ -90,18 +90,21 @@ def grad_stats(
     *,
     norm_type: float = 2.0,
     clips: Sequence[int] | None = None,
+    num_clips: int | None = None,
     counted: Sequence[bool] | None = None,
 ) -> GradStats:
     """Reads every gradient once and returns its norm contribution.
 
     grads: n >= 1 dense floating-point tensors, any shapes (empty ones add 0) and dtypes; they may sit on several
     devices, the result is on the first one's. Squares are summed in fp32 whatever the gradients' dtype.
-    norm_type: 2.0 or inf. clips: clip group of each gradient; None: one group. counted: False leaves a gradient's norm
-    to another process, its non-finite values still count; None: all count.
+    norm_type: 2.0 or inf. clips: clip group of each gradient; None: one group. num_clips: how many groups there are;
+    None: as many as `clips` names. counted: False leaves a gradient's norm to another process, its non-finite values
+    still count; None: all count.
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type={norm_type} is not supported; use 2.0 or inf")
     clips = clips if clips is not None else [0] * len(grads)
+    num_clips = num_clips or max(clips) + 1
     dtype, device = _accumulation_dtype(grads), grads[0].device
     partials: list[Tensor] = [torch.zeros((), dtype=dtype, device=device)] * len(grads)
     for bucket in _indices_by_dtype(grads):
@@ -114,9 +117,9 @@ def grad_stats(
     stacked = torch.stack(partials)
     if norm_type == 2.0:
         stacked = stacked.square_()
-    vector = stacked.new_ones(VECTOR_SUMS + max(clips) + 1)
+    vector = stacked.new_ones(VECTOR_SUMS + num_clips)
     vector[0] = (~stacked.isfinite()).sum()
-    for group in range(max(clips) + 1):
+    for group in range(num_clips):
         members = [i for i, clip in enumerate(clips) if clip == group and (counted is None or counted[i])]
         values = stacked if len(members) == len(grads) else torch.stack([stacked.new_zeros(()), *stacked[members]])
         vector[VECTOR_SUMS + group] = values.sum() if norm_type == 2.0 else values.max()

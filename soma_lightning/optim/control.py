@@ -1,0 +1,95 @@
+"""Everything an optimizer step leaves behind or picks up, in one object that wrappers of the optimizer share."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from soma_kernels.optim.reference import GradStats
+from soma_lightning.optim.clipping import ClipRule
+from soma_lightning.optim.ownership import Ownership
+from soma_lightning.optim.state import StateFormat
+
+if TYPE_CHECKING:
+    from soma_lightning.optim.reference_step import ReferenceStep
+    from soma_lightning.optim.triton_step import TritonStep
+
+
+class GradientMark(NamedTuple):
+    """Some gradients and how often each had been written: has anybody replaced or changed them since?
+
+    A tensor's version counts in-place writes. Holding the tensors keeps a new one from taking an old one's place.
+    """
+
+    grads: Sequence[Tensor]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, grads: Sequence[Tensor]) -> GradientMark:
+        return cls(grads, [g._version for g in grads])
+
+    def holds(self, grads: Sequence[Tensor]) -> bool:
+        """True if `grads` are these tensors, unwritten."""
+        same = len(grads) == len(self.grads) and all(map(operator.is_, grads, self.grads))
+        return same and [g._version for g in grads] == self.versions
+
+    def shares_one_with(self, grads: Sequence[Tensor]) -> bool:
+        """True if at least one of `grads` is among these tensors."""
+        return not {id(g) for g in self.grads}.isdisjoint(map(id, grads))
+
+
+class KnownStats(NamedTuple):
+    """Statistics of the gradients under `mark`."""
+
+    mark: GradientMark
+    stats: GradStats
+
+
+@dataclass
+class Control:
+    """One object, because Lightning and Fabric hand users a wrapper of the optimizer: an attribute set on the wrapper
+    never reaches the optimizer, a change inside this shared object does.
+
+    counters: [2] int64, skipped steps in all and in a row. state_was_seen: somebody had the optimizer's `state` in
+    hands since the last step, so that tensors in it can have been replaced. known: statistics that the next step can
+    use. last_stats, last_params: what the latest statistics were taken of.
+    """
+
+    form: StateFormat = field(default_factory=StateFormat)
+    implementation: str = "auto"
+    norm_type: float = 2.0
+    ownership: Ownership | None = None
+    rule: ClipRule | None = None
+    bound: GradientMark | None = None
+    path: ReferenceStep | TritonStep | None = None
+    state_was_seen: bool = False
+    last_grad_norm: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
+    counters: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
+    known: KnownStats | None = None
+    last_stats: GradStats | None = None
+    last_params: Sequence[Tensor] = ()
+    #: Parameter -> its version when its master was last written: in-place changes by anybody else show up in it.
+    versions_of_masters: dict[Tensor, int] = field(default_factory=dict)
+
+    def fresh(self) -> Control:
+        """The settings of this object without anything that a step left behind."""
+        return Control(self.form, self.implementation, self.norm_type, self.ownership)
+
+    def forget(self) -> None:
+        """Drops what was derived from parameters, gradients and state that may no longer be what they were."""
+        self.path, self.known, self.last_stats, self.last_params = None, None, None, ()
+        self.versions_of_masters.clear()
+
+    def counters_on(self, device: torch.device) -> Tensor:
+        """`counters`, moved to `device` if a step there needs them, without a synchronizing copy."""
+        if self.counters.device != device:
+            if self.counters.device.type == "cpu" and not self.counters.any():
+                self.counters = torch.zeros(2, dtype=torch.int64, device=device)
+            else:
+                self.counters = self.counters.to(device)
+        return self.counters

@@ -1,0 +1,103 @@
+"""What the parameter groups of an optimizer say: which parameters have a gradient, and who is clipped with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Group setting: the group is clipped by its own norm to this limit, and does not count in the norm of the others.
+GROUP_LIMIT = "max_norm"
+
+#: Group settings of torch.optim.AdamW that change the mathematics or the state and have no fused counterpart.
+UNSUPPORTED_SETTINGS = ("amsgrad", "maximize", "differentiable")
+
+
+class GroupWork(NamedTuple):
+    """The parameters of one group that a step updates, with their gradients. index: of the group."""
+
+    index: int
+    group: dict[str, Any]
+    params: list[Tensor]
+    grads: list[Tensor]
+
+
+def present_work(param_groups: Sequence[dict[str, Any]]) -> list[GroupWork]:
+    """Every trainable parameter that has a gradient now.
+
+    Raises ValueError for a sparse gradient, and when the parameters live on several devices.
+    """
+    work = []
+    for index, group in enumerate(param_groups):
+        params = [p for p in group["params"] if p.grad is not None and p.requires_grad]
+        if params:
+            work.append(GroupWork(index, group, params, [p.grad for p in params]))
+    for w in work:
+        for grad in w.grads:
+            refuse_sparse(grad)
+    refuse_several_devices([p for w in work for p in w.params])
+    return work
+
+
+def refuse_several_devices(params: Sequence[Tensor]) -> None:
+    """ValueError unless all parameters are on one device."""
+    devices = {p.device for p in params}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the parameters live on several devices ({', '.join(sorted(map(str, devices)))}); "
+            "use one FusedAdamW per device or torch.optim.AdamW"
+        )
+
+
+def refuse_sparse(grad: Tensor) -> None:
+    """ValueError for a gradient that is not dense."""
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"a gradient of shape {tuple(grad.shape)} is sparse; AdamW needs dense gradients "
+            "(for an embedding: sparse=False)"
+        )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a DTensor; a plain tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def clip_groups(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
+    """Clip group of each parameter group, and the limits of the clip groups after the first.
+
+    Clip group 0 holds every group without a limit of its own.
+    """
+    ids, limits = [], []
+    for group in param_groups:
+        own = group.get(GROUP_LIMIT)
+        if own is not None:
+            limits.append(float(own))
+        ids.append(0 if own is None else len(limits))
+    return ids, limits
+
+
+def clip_limits(param_groups: Sequence[dict[str, Any]], max_norm: float | None) -> list[float | None]:
+    """The limit of each clip group when the global one is `max_norm`."""
+    return [max_norm, *clip_groups(param_groups)[1]]
+
+
+def unsupported_in_group(group: dict[str, Any]) -> str | None:
+    """The setting or parameter of a param group that has no fused counterpart, as words for an error; None if none."""
+    for setting in UNSUPPORTED_SETTINGS:
+        if group.get(setting):
+            return f"{setting}=True"
+    if not group.get("decoupled_weight_decay", True):
+        return "decoupled_weight_decay=False (L2 regularization)"
+    if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group.get("betas", ())):
+        return "betas as device tensors"
+    limit = group.get(GROUP_LIMIT)
+    if limit is not None and not limit > 0:
+        return f"{GROUP_LIMIT}={limit} (it must be positive; leave it out for the global limit)"
+    for param in group["params"]:
+        if not param.is_floating_point():
+            return f"a parameter of dtype {param.dtype} (shape {tuple(param.shape)})"
+    return None

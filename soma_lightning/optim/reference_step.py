@@ -1,0 +1,117 @@
+"""The optimizer step in plain torch: for the CPU, for fp64, and wherever the kernels do not run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from soma_kernels.optim.reference import Decision, GradStats, adamw_step_, decide, grad_stats
+from soma_lightning.optim.clipping import ClipRule
+from soma_lightning.optim.groups import GroupWork, clip_groups, clip_limits, local, present_work
+from soma_lightning.optim.state import MASTER_KEY, ready_state
+
+if TYPE_CHECKING:
+    from soma_lightning.optim.fused_adamw import FusedAdamW
+
+
+@dataclass(frozen=True)
+class ReferenceWork:
+    """The gradients of one step, by group."""
+
+    path: ReferenceStep
+    groups: list[GroupWork]
+    params: list[Tensor]
+    grads: list[Tensor]
+
+
+class ReferenceStep:
+    """Statistics, decision and update with torch's operations. reason: why it is not the kernels, for the report."""
+
+    def __init__(self, reason: str) -> None:
+        self.description = f"reference: {reason}"
+
+    def collect(self, optimizer: FusedAdamW, rule: ClipRule) -> ReferenceWork | None:
+        """The parameters that have a gradient now; None if there is none."""
+        groups = present_work(optimizer.param_groups)
+        params = [p for work in groups for p in work.params]
+        grads = [g for work in groups for g in work.grads]
+        return ReferenceWork(self, groups, params, grads) if params else None
+
+    def statistics(self, optimizer: FusedAdamW, work: ReferenceWork, norm_type: float) -> GradStats:
+        """One pass over the local gradients."""
+        ids, limits = clip_groups(optimizer.param_groups)
+        clips = [ids[w.index] for w in work.groups for _ in w.params]
+        ownership = optimizer.ownership
+        counted = None if ownership is None else ownership.counted(work.params)
+        grads = [local(g) for g in work.grads]
+        return grad_stats(grads, norm_type=norm_type, clips=clips, num_clips=1 + len(limits), counted=counted)
+
+    def update(self, optimizer: FusedAdamW, work: ReferenceWork, stats: GradStats, rule: ClipRule) -> None:
+        """Applies `rule` and AdamW, or counts a skipped step."""
+        limits = clip_limits(optimizer.param_groups, rule.max_norm)
+        normalize = rule.normalizer is not None
+        decision = decide(stats, max_norm=limits, normalize=normalize)
+        self._record(optimizer, decision)
+        scaled = normalize or any(limit is not None for limit in limits)
+        if decision.take.device.type != "cpu":
+            self._update(optimizer, work, decision.scale if scaled else None, rule.max_value, take=decision.take)
+        elif decision.take:
+            # Reading a CPU scalar costs no synchronization, and a coefficient of exactly 1 then costs no pass at all.
+            self._update(optimizer, work, decision.scale if scaled else None, rule.max_value, take=None)
+
+    def _record(self, optimizer: FusedAdamW, decision: Decision) -> None:
+        control = optimizer._control
+        control.last_grad_norm = decision.norm
+        counters = control.counters_on(decision.norm.device)
+        skipped = (~decision.take).to(torch.int64)
+        counters.copy_(torch.stack([counters[0] + skipped, (counters[1] + 1) * skipped]))
+
+    def _update(
+        self,
+        optimizer: FusedAdamW,
+        work: ReferenceWork,
+        scales: Tensor | None,
+        max_value: float | None,
+        *,
+        take: Tensor | None,
+    ) -> None:
+        ids, _ = clip_groups(optimizer.param_groups)
+        for index, group, params, grads in work.groups:
+            states = [self._ready(optimizer, p) for p in params]
+            beta1, beta2 = group["betas"]
+            scale: float | Tensor | None = None if scales is None else scales[ids[index]]
+            if take is None and isinstance(scale, Tensor):
+                scale = None if scale.item() == 1.0 else scale.item()
+            adamw_step_(
+                [local(p) for p in params],
+                [local(g) for g in grads],
+                [local(s["exp_avg"]) for s in states],
+                [local(s["exp_avg_sq"]) for s in states],
+                [s["step"] for s in states],
+                lr=group["lr"],
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                masters=[local(s[MASTER_KEY]) if MASTER_KEY in s else None for s in states],
+                scale=scale,
+                max_value=max_value,
+                take=take,
+            )
+            optimizer._control.versions_of_masters |= {
+                p: p._version for p, s in zip(params, states, strict=True) if MASTER_KEY in s
+            }
+
+    @staticmethod
+    def _ready(optimizer: FusedAdamW, param: Tensor) -> dict[str, Any]:
+        control = optimizer._control
+        current = control.versions_of_masters.get(param) == param._version
+        return ready_state(param, optimizer._states[param], control.form, master_is_current=current)
+
+    def first_nonfinite(self, stats: GradStats) -> int | None:
+        """Position of the first gradient that was not finite; waits for the device."""
+        bad = (~stats.partials.isfinite()).nonzero().flatten().tolist()
+        return bad[0] if bad else None

@@ -1,0 +1,198 @@
+"""What a step by kernels prepares once (work list, addresses of parameters and state), and whether it still fits.
+
+Everything that would make the prepared addresses wrong is looked at in every step: other parameters or groups, a
+parameter in another place, a master whose parameter somebody changed, a gradient that was never there, and state
+tensors that may have been replaced, if anybody had `optimizer.state` in hands.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from soma_kernels.optim.plan import EMPTY_GRADIENT, StateTable, StepTable, Variant, WorkList
+from soma_lightning.optim.groups import clip_groups, local, refuse_several_devices, refuse_sparse
+from soma_lightning.optim.state import MASTER_KEY, ready_state
+
+if TYPE_CHECKING:
+    from soma_lightning.optim.fused_adamw import FusedAdamW
+
+_TABLE_KEYS = ("exp_avg", "exp_avg_sq", MASTER_KEY, "step")
+
+# Read for every tensor in every step: `map` with these takes a third less time than a comprehension.
+grad_of = operator.attrgetter("grad")
+requires_grad = operator.attrgetter("requires_grad")
+_version_of = operator.attrgetter("_version")
+
+
+class StepPlan:
+    """The prepared part of the step for the parameters that have a gradient or a state when it is made.
+
+    members: positions of these parameters among all of the optimizer's. Their state is created or made ready here.
+    """
+
+    def __init__(self, optimizer: FusedAdamW, everyone: Sequence[Tensor]) -> None:
+        control, groups = optimizer._control, optimizer.param_groups
+        group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
+        states = optimizer._states
+        self.everyone = everyone
+        self.num_groups = len(groups)
+        self.members = [i for i, p in enumerate(everyone) if p.requires_grad and (p.grad is not None or states.get(p))]
+        self.complete = len(self.members) == len(everyone)
+        self.params = [everyone[i] for i in self.members]
+        refuse_several_devices(self.params)
+        for p in self.params:
+            current = control.versions_of_masters.get(p) == p._version
+            ready_state(p, states[p], control.form, master_is_current=current)
+            _lay_out_like(p, states[p])
+        self._locals = [local(p) for p in self.params]
+        self._distributed = any(map(operator.is_not, self.params, self._locals))
+        self._find_irregular()
+        columns = [[_local_or_none(states[p].get(key)) for p in self.params] for key in _TABLE_KEYS]
+        self.states = StateTable([self.staged.get(i, p) for i, p in enumerate(self._locals)], *columns)
+        self._addresses = _addresses_of(self._locals)
+        self._mastered = [p for p, master in zip(self.params, columns[2], strict=True) if master is not None]
+        self.note_versions(optimizer)
+        ids, _ = clip_groups(groups)
+        member_groups = [group_of[i] for i in self.members]
+        self.work = WorkList.build(
+            [p.numel() for p in self._locals],
+            [
+                Variant(p.dtype, dtype, m.dtype, master is not None)
+                for p, dtype, m, master in zip(self._locals, self._grad_dtypes, columns[0], columns[2], strict=True)
+            ],
+            self._locals[0].device,
+            groups=member_groups,
+            clips=[ids[g] for g in member_groups],
+            num_groups=len(groups),
+            num_clips=max(ids) + 1,
+            counted=None if optimizer.ownership is None else optimizer.ownership.counted(self.params),
+        )
+        self.table = StepTable(self.work)
+
+    def _find_irregular(self) -> None:
+        """Parameters that need a second look in every step."""
+        self._grad_dtypes = [p.dtype if p.grad is None else p.grad.dtype for p in self.params]
+        #: torch gives every gradient `grad_dtype`, unless that is None or was set after the gradient.
+        self._free_dtype = [
+            i for i, (p, dtype) in enumerate(zip(self.params, self._grad_dtypes, strict=True)) if p.grad_dtype != dtype
+        ]
+        self._empty = [i for i, p in enumerate(self._locals) if p.numel() == 0]
+        #: Dense stand-ins for parameters whose memory has gaps: copied in before the update and out after it.
+        self.staged = {
+            i: torch.empty_like(p, memory_format=torch.contiguous_format)
+            for i, p in enumerate(self._locals)
+            if torch.empty_like(p, device="meta").stride() != p.stride()
+        }
+        layouts = [self.staged.get(i, p) for i, p in enumerate(self._locals)]
+        #: Strides of parameters that are dense in another order; their moments and masters have the same.
+        self._strides = {i: p.stride() for i, p in enumerate(layouts) if not p.is_contiguous()}
+
+    # ------------------------------------------------------------------ does it still fit?
+
+    def fits(self, optimizer: FusedAdamW, everyone: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Whether this step can use the plan. grads: of `everyone`, None where there is none or it does not count."""
+        if len(everyone) != len(self.everyone) or not all(map(operator.is_, everyone, self.everyone)):
+            return False
+        if len(optimizer.param_groups) != self.num_groups:
+            return False
+        if not self.complete and _count_present(grads) != _count_present([grads[i] for i in self.members]):
+            return False
+        for i in self._free_dtype:
+            grad = grads[self.members[i]]
+            if grad is not None and grad.dtype != self._grad_dtypes[i]:
+                return False
+        control = optimizer._control
+        if control.state_was_seen and not self._state_is_in_place(optimizer):
+            return False
+        control.state_was_seen = False
+        if self._mastered and list(map(_version_of, self._mastered)) != self._versions:
+            return False
+        now = [local(p) for p in self.params] if self._distributed else self._locals
+        return bool(np.array_equal(_addresses_of(now), self._addresses))
+
+    def _state_is_in_place(self, optimizer: FusedAdamW) -> bool:
+        columns = list(zip(_TABLE_KEYS, self.states.tensors[1:], strict=True))
+        for i, param in enumerate(self.params):
+            state = optimizer._states.get(param) or {}
+            if any(_local_or_none(state.get(key)) is not column[i] for key, column in columns):
+                return False
+        return True
+
+    # ------------------------------------------------------------------ every step
+
+    def read(self, grads: Sequence[Tensor | None]) -> tuple[np.ndarray, list[Tensor]]:
+        """Addresses of the members' gradients ([n] int64), and the copies that stand for some of them.
+
+        A gradient whose memory is laid out unlike its parameter's is copied into the parameter's layout.
+        Raises ValueError for a sparse gradient.
+        """
+        if self._distributed:
+            grads = [None if g is None else local(g) for g in grads]
+        complete = _count_present(grads) == len(grads)
+        if complete and not self._strides and _all_contiguous(grads):
+            addresses = _addresses_of(grads)
+            copies: list[Tensor] = []
+        else:
+            kept = [None if g is None else self._in_layout(i, g) for i, g in enumerate(grads)]
+            copies = [k for k, g in zip(kept, grads, strict=True) if k is not g]
+            addresses = np.array([0 if g is None else g.data_ptr() for g in kept], dtype=np.int64)
+        for i in self._empty:
+            addresses[i] = 0 if grads[i] is None else EMPTY_GRADIENT
+        return addresses, copies
+
+    def _in_layout(self, i: int, grad: Tensor) -> Tensor:
+        refuse_sparse(grad)
+        stride = self._strides.get(i)
+        if grad.is_contiguous() if stride is None else grad.stride() == stride:
+            return grad
+        layout = self.states.tensors[0][i]
+        return torch.empty_like(layout, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)
+
+    def stage_in(self) -> None:
+        """Copies parameters with gaps into their stand-ins."""
+        for i, dense in self.staged.items():
+            dense.copy_(self._locals[i])
+
+    def stage_out(self) -> None:
+        """Copies the stand-ins back."""
+        for i, dense in self.staged.items():
+            self._locals[i].copy_(dense)
+
+    def note_versions(self, optimizer: FusedAdamW) -> None:
+        """Remembers that the masters are current."""
+        self._versions = list(map(_version_of, self._mastered))
+        optimizer._control.versions_of_masters.update(zip(self._mastered, self._versions, strict=True))
+
+
+def _lay_out_like(param: Tensor, state: dict[str, Any]) -> None:
+    """A loaded state can have other strides than its parameter; the kernels walk all of them with one index."""
+    stride = torch.empty_like(local(param), device="meta").stride()
+    for key in ("exp_avg", "exp_avg_sq", MASTER_KEY):
+        if key in state and local(state[key]).stride() != stride:
+            state[key] = torch.empty_like(param, dtype=state[key].dtype).copy_(state[key])
+
+
+def _local_or_none(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else local(tensor)
+
+
+def _count_present(grads: Sequence[Tensor | None]) -> int:
+    return sum(map(operator.is_not, grads, repeat(None)))
+
+
+def _all_contiguous(grads: Sequence[Tensor]) -> bool:
+    try:
+        return all(map(Tensor.is_contiguous, grads))
+    except RuntimeError:  # a sparse tensor has no strides to ask for
+        return False
+
+
+def _addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
+    return np.fromiter(map(Tensor.data_ptr, tensors), dtype=np.int64, count=len(tensors))
