@@ -22,7 +22,7 @@ from bench.peers import Hyper, Ours, TorchAdamW
 from bench.registry import Case, ParameterSet
 from bench.workload import Workload, chunks
 from soma_kernels.testing import ELEMENT_FACTOR, FACTOR_OVER_TORCH, TOLERANCE, nan_filled_empty
-from soma_lightning.optim.fused_adamw import MASTER_KEY
+from soma_lightning.optim.state import MASTER_KEY
 
 #: Gradient norm of each step: clipped, not clipped, clipped hard.
 NORMS = (2.0, 0.5, 50.0)
