@@ -96,6 +96,7 @@ class Row:
             "floor_bytes": self.set.parameters * self.case.floor_bytes_per_element(),
             "floor_ms": significant(self.floor_ms),
             "errors_ours_torch": {key: [*map(significant, pair)] for key, pair in self.verdict.errors.items()},
+            "norm_error": significant(self.verdict.norm_error),
             "peers": [peer.to_dict() for peer in self.peers],
         }
 

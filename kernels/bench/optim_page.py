@@ -159,8 +159,11 @@ def _host(rows: Sequence[Row]) -> str:
 
 def _errors(rows: Sequence[Row]) -> str:
     quantities = ["parameter", "master", "exp_avg", "exp_avg_sq"]
-    cells = [[_label(row), *(_pair(row.verdict.errors.get(quantity)) for quantity in quantities)] for row in rows]
-    return markdown_table(["set, dtypes", *quantities], cells)
+    cells = []
+    for row in rows:
+        pairs = [_pair(row.verdict.errors.get(quantity)) for quantity in quantities]
+        cells.append([_label(row), *pairs, f"{row.verdict.norm_error:.1e}"])
+    return markdown_table(["set, dtypes", *quantities, "norm, ours"], cells)
 
 
 def _label(row: Row) -> str:

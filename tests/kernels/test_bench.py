@@ -151,6 +151,12 @@ class WithoutClipping(Ours):
         self.optimizer.step()
 
 
+class WrongNorm(Ours):
+    def step(self) -> None:
+        super().step()
+        self.optimizer.last_grad_norm.mul_(1 + 1e-5)
+
+
 class WrongBeta(Ours):
     def __init__(self, params: Sequence[Parameter], case: Case, hyper: Hyper) -> None:
         super().__init__(params, case, hyper)
@@ -211,6 +217,7 @@ class NotANumber(SpoiledAtTheEnd):
     ("wrong", "case", "message"),
     [
         (WithoutClipping, "fp32", "parameter: relative RMS error"),
+        (WrongNorm, "fp32", r"the norm of step 1 is 2\.\d+, float64 has 2\.\d+"),
         (WrongBeta, "bf16_master", "exp_avg_sq: relative RMS error"),
         (WritesGradient, "bf16", "step 3 wrote into a gradient"),
         (WrongElement, "bf16", r"exp_avg_sq of tensor 4, shape \(129, 65\): largest error of one element"),
@@ -355,7 +362,7 @@ def result(case: str, *, fused_note: str | None) -> Row:
     peers = [PeerResult(peer.name, "not installed") for peer in PEERS]
     ours = PeerResult("ours", None, Timing((2.0, 2.0, 2.5)), Timing((1.6,)), Timing((120.0,)), 3 << 20, 1 << 19)
     fused = PeerResult("torch fused", fused_note, Timing((5.0,)), Timing((4.0,)), Timing((900.0,)), 2 << 20, 0)
-    verdict = Verdict("tiny_dense", case, {"parameter": (1e-8, 2e-8)})
+    verdict = Verdict("tiny_dense", case, {"parameter": (1e-8, 2e-8)}, 3e-8)
     return Row(TINY_SETS["tiny_dense"], CASES[case], 1.2, verdict, [ours, fused, *peers[2:]])
 
 
@@ -380,7 +387,7 @@ def test_the_page_shows_ratios_marks_and_absent_peers() -> None:
     assert f"(1) {note}" in text
     assert "| 2.00 | 5.00 (1) | not installed |" in text
     assert "| tiny_dense, fp32 | 120 | 900 | 3, 0.5 | 2, 0.0 |" in text
-    assert "| tiny_dense, fp32 | 1.0e-08 / 2.0e-08 | - | - | - |" in text
+    assert "| tiny_dense, fp32 | 1.0e-08 / 2.0e-08 | - | - | - | 3.0e-08 |" in text
     short = short_table(4.26e12, [result("fp32", fused_note=None)]).splitlines()
     assert short[0] == "device copy 4.260 TB/s; milliseconds"
     assert short[2].split() == ["tiny_dense", "fp32", "1.20", "2.00", "1.60", "0.600", "0.750", "2.50", "2.50", "120"]
