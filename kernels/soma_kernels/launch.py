@@ -1,38 +1,42 @@
-"""How a kernel is launched with little work for the host: Triton's dispatch runs once for each configuration.
+"""How a kernel is launched with little work for the host: Triton's dispatch runs once for each set of constants.
 
-Triton looks at every argument of every launch to find the compiled kernel. Here the constants name it, because the
-kernels of this package take the same argument types each time: whole allocations (16-byte aligned) and integers that
-are not specialized.
+Triton looks at every argument of every launch to find the compiled kernel, which takes longer than the launch. A
+`Prepared` kernel remembers it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
 
-class Launcher:
-    """Launches one `triton.jit` kernel on a one-dimensional grid.
+class Prepared:
+    """One `triton.jit` kernel with its constants, on a one-dimensional grid.
 
-    The kernel's constants must be its last parameters. Not for kernels whose tensor arguments vary in dtype or
-    alignment under the same constants.
+    constants: values of the kernel's last parameters. Every launch must pass arguments of the same types: tensors that
+    start at a multiple of 16 bytes, integers that the kernel does not specialize. One object serves one device.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+    def __init__(self, kernel: Any, constants: tuple[Any, ...], *, num_warps: int) -> None:
+        self._kernel = kernel
+        self._constants = constants
+        self._num_warps = num_warps
+        self._compiled: Any = None
 
-    def __call__(
-        self, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], *, num_warps: int
-    ) -> None:
-        """Starts `programs` programs on the current CUDA device and stream, or runs them in Triton's interpreter."""
-        on_cuda = torch.cuda.is_initialized()
-        device = torch.cuda.current_device() if on_cuda else -1
-        compiled = self._compiled.get((constants, num_warps, device))
-        if compiled is not None:
-            compiled[programs, 1, 1](*arguments, *constants, stream=torch.cuda.current_stream(device).cuda_stream)
+    def __call__(self, programs: int, *arguments: Any) -> None:
+        """Starts `programs` programs on the current device and stream, or runs them in Triton's interpreter."""
+        if self._compiled is not None:
+            self._compiled[programs, 1, 1](*arguments, *self._constants)
             return
-        compiled = self.kernel[(programs, 1, 1)](*arguments, *constants, num_warps=num_warps)
-        if hasattr(compiled, "__getitem__"):  # the interpreter returns nothing
-            self._compiled[constants, num_warps, device] = compiled
+        launched = self._kernel[(programs, 1, 1)](*arguments, *self._constants, num_warps=self._num_warps)
+        if launched is not None:  # the interpreter compiles nothing
+            self._compiled = launched
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes `device` the current one for launches inside the block; free of charge if it already is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

@@ -216,7 +216,7 @@ class FusedAdamW(AdamW):
         if work is not None:
             stats = self._statistics(work, rule.norm_type)
             self._control.known = None
-            work.path.update(self, work, self._over_all_processes(stats, rule.normalizer), rule)
+            work.update(self, self._over_all_processes(stats, rule.normalizer), rule)
         return loss
 
     def _choose_path(self) -> ReferenceStep | TritonStep:
@@ -247,7 +247,7 @@ class FusedAdamW(AdamW):
         known = control.known
         if known is not None and known.stats.norm_type == norm_type and known.mark.holds(work.grads):
             return known.stats
-        control.last_stats = work.path.statistics(self, work, norm_type)
+        control.last_stats = work.statistics(self, norm_type)
         control.last_params = work.params
         return control.last_stats
 

@@ -16,9 +16,9 @@ UNSUPPORTED_SETTINGS = ("amsgrad", "maximize", "differentiable")
 
 
 class GroupWork(NamedTuple):
-    """The parameters of one group that a step updates, with their gradients. index: of the group."""
+    """The parameters of one group that a step updates, with their gradients. position: of the group."""
 
-    index: int
+    position: int
     group: dict[str, Any]
     params: list[Tensor]
     grads: list[Tensor]
@@ -30,10 +30,10 @@ def present_work(param_groups: Sequence[dict[str, Any]]) -> list[GroupWork]:
     Raises ValueError for a sparse gradient, and when the parameters live on several devices.
     """
     work = []
-    for index, group in enumerate(param_groups):
+    for position, group in enumerate(param_groups):
         params = [p for p in group["params"] if p.grad is not None and p.requires_grad]
         if params:
-            work.append(GroupWork(index, group, params, [p.grad for p in params]))
+            work.append(GroupWork(position, group, params, [p.grad for p in params]))
     for w in work:
         for grad in w.grads:
             refuse_sparse(grad)

@@ -19,37 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReferenceWork:
-    """The gradients of one step, by group."""
+    """The gradients of one step, by group, and all of them with their parameters."""
 
-    path: ReferenceStep
     groups: list[GroupWork]
     params: list[Tensor]
     grads: list[Tensor]
 
-
-class ReferenceStep:
-    """Statistics, decision and update with torch's operations. reason: why it is not the kernels, for the report."""
-
-    def __init__(self, reason: str) -> None:
-        self.description = f"reference: {reason}"
-
-    def collect(self, optimizer: FusedAdamW, rule: ClipRule) -> ReferenceWork | None:
-        """The parameters that have a gradient now; None if there is none."""
-        groups = present_work(optimizer.param_groups)
-        params = [p for work in groups for p in work.params]
-        grads = [g for work in groups for g in work.grads]
-        return ReferenceWork(self, groups, params, grads) if params else None
-
-    def statistics(self, optimizer: FusedAdamW, work: ReferenceWork, norm_type: float) -> GradStats:
+    def statistics(self, optimizer: FusedAdamW, norm_type: float) -> GradStats:
         """One pass over the local gradients."""
         ids, limits = clip_groups(optimizer.param_groups)
-        clips = [ids[w.index] for w in work.groups for _ in w.params]
+        clips = [ids[w.position] for w in self.groups for _ in w.params]
         ownership = optimizer.ownership
-        counted = None if ownership is None else ownership.counted(work.params)
-        grads = [local(g) for g in work.grads]
+        counted = None if ownership is None else ownership.counted(self.params)
+        grads = [local(g) for g in self.grads]
         return grad_stats(grads, norm_type=norm_type, clips=clips, num_clips=1 + len(limits), counted=counted)
 
-    def update(self, optimizer: FusedAdamW, work: ReferenceWork, stats: GradStats, rule: ClipRule) -> None:
+    def update(self, optimizer: FusedAdamW, stats: GradStats, rule: ClipRule) -> None:
         """Applies `rule` and AdamW, or counts a skipped step."""
         limits = clip_limits(optimizer.param_groups, rule.max_norm)
         normalize = rule.normalizer is not None
@@ -57,10 +42,10 @@ class ReferenceStep:
         self._record(optimizer, decision)
         scaled = normalize or any(limit is not None for limit in limits)
         if decision.take.device.type != "cpu":
-            self._update(optimizer, work, decision.scale if scaled else None, rule.max_value, take=decision.take)
+            self._update(optimizer, decision.scale if scaled else None, rule.max_value, take=decision.take)
         elif decision.take:
             # Reading a CPU scalar costs no synchronization, and a coefficient of exactly 1 then costs no pass at all.
-            self._update(optimizer, work, decision.scale if scaled else None, rule.max_value, take=None)
+            self._update(optimizer, decision.scale if scaled else None, rule.max_value, take=None)
 
     def _record(self, optimizer: FusedAdamW, decision: Decision) -> None:
         control = optimizer._control
@@ -72,17 +57,16 @@ class ReferenceStep:
     def _update(
         self,
         optimizer: FusedAdamW,
-        work: ReferenceWork,
         scales: Tensor | None,
         max_value: float | None,
         *,
         take: Tensor | None,
     ) -> None:
         ids, _ = clip_groups(optimizer.param_groups)
-        for index, group, params, grads in work.groups:
+        for position, group, params, grads in self.groups:
             states = [self._ready(optimizer, p) for p in params]
             beta1, beta2 = group["betas"]
-            scale: float | Tensor | None = None if scales is None else scales[ids[index]]
+            scale: float | Tensor | None = None if scales is None else scales[ids[position]]
             if take is None and isinstance(scale, Tensor):
                 scale = None if scale.item() == 1.0 else scale.item()
             adamw_step_(
@@ -110,6 +94,20 @@ class ReferenceStep:
         control = optimizer._control
         current = control.versions_of_masters.get(param) == param._version
         return ready_state(param, optimizer._states[param], control.form, master_is_current=current)
+
+
+class ReferenceStep:
+    """Statistics, decision and update with torch's operations. reason: why it is not the kernels, for the report."""
+
+    def __init__(self, reason: str) -> None:
+        self.description = f"reference: {reason}"
+
+    def collect(self, optimizer: FusedAdamW, rule: ClipRule) -> ReferenceWork | None:
+        """The parameters that have a gradient now; None if there is none."""
+        groups = present_work(optimizer.param_groups)
+        params = [p for work in groups for p in work.params]
+        grads = [g for work in groups for g in work.grads]
+        return ReferenceWork(groups, params, grads) if params else None
 
     def first_nonfinite(self, stats: GradStats) -> int | None:
         """Position of the first gradient that was not finite; waits for the device."""

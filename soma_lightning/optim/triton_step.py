@@ -48,13 +48,43 @@ def why_no_kernels(params: Sequence[Tensor], *, interpreted: bool) -> str | None
 
 @dataclass(frozen=True)
 class TritonWork:
-    """The gradients of one step. copies: of gradients whose memory is laid out unlike their parameter's."""
+    """The gradients of one step. params: the plan's, with or without a gradient. copies: of gradients whose memory is
+    laid out unlike their parameter's.
+    """
 
-    path: TritonStep
     plan: StepPlan
-    params: Sequence[Tensor]
     grads: Sequence[Tensor]
     copies: list[Tensor]
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        return self.plan.params
+
+    def statistics(self, optimizer: FusedAdamW, norm_type: float) -> GradStats:
+        """One pass over the local gradients."""
+        from soma_kernels.optim.grad_stats import grad_stats
+
+        return grad_stats(self.plan.work, self.plan.table, norm_type=norm_type)
+
+    def update(self, optimizer: FusedAdamW, stats: GradStats, rule: ClipRule) -> None:
+        """Applies `rule` and AdamW, or counts a skipped step; the device decides."""
+        from soma_kernels.optim.adamw_step import adamw_step_
+
+        plan, control = self.plan, optimizer._control
+        plan.stage_in()
+        control.last_grad_norm = adamw_step_(
+            plan.work,
+            plan.states,
+            plan.table,
+            stats,
+            control.counters_on(plan.work.device),
+            normalize=rule.normalizer is not None,
+            max_value=rule.max_value,
+        )
+        plan.stage_out()
+        # The kernels wrote behind autograd's back: a later backward through an older graph must still be refused.
+        torch.autograd.graph.increment_version(plan.params)
+        plan.note_versions(optimizer)
 
 
 class TritonStep:
@@ -91,33 +121,7 @@ class TritonStep:
         present = grads if plan.complete else [grads[i] for i in plan.members]
         addresses, copies = plan.read(present)
         plan.table.write(addresses, _hypers(optimizer.param_groups), clip_limits(optimizer.param_groups, rule.max_norm))
-        return TritonWork(self, plan, plan.params, [g for g in present if g is not None], copies)
-
-    def statistics(self, optimizer: FusedAdamW, work: TritonWork, norm_type: float) -> GradStats:
-        """One pass over the local gradients."""
-        from soma_kernels.optim.grad_stats import grad_stats
-
-        return grad_stats(work.plan.work, work.plan.table, norm_type=norm_type)
-
-    def update(self, optimizer: FusedAdamW, work: TritonWork, stats: GradStats, rule: ClipRule) -> None:
-        """Applies `rule` and AdamW, or counts a skipped step; the device decides."""
-        from soma_kernels.optim.adamw_step import adamw_step_
-
-        plan, control = work.plan, optimizer._control
-        plan.stage_in()
-        control.last_grad_norm = adamw_step_(
-            plan.work,
-            plan.states,
-            plan.table,
-            stats,
-            control.counters_on(plan.work.device),
-            normalize=rule.normalizer is not None,
-            max_value=rule.max_value,
-        )
-        plan.stage_out()
-        # The kernels wrote behind autograd's back: a later backward through an older graph must still be refused.
-        torch.autograd.graph.increment_version(plan.params)
-        plan.note_versions(optimizer)
+        return TritonWork(plan, [g for g in present if g is not None], copies)
 
     def first_nonfinite(self, stats: GradStats) -> int | None:
         """Position of the first parameter whose gradient was not finite; waits for the device."""

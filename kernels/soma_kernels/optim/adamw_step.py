@@ -14,13 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from soma_kernels.launch import Launcher
-from soma_kernels.optim.plan import StateTable, StepTable, WorkList
+from soma_kernels.launch import Prepared, on_device
+from soma_kernels.optim.plan import SCALARS, StateTable, StepTable, WorkList
 from soma_kernels.optim.reference import CLIP_EPS, GradStats
 from soma_kernels.optim.streams import TRITON_DTYPE, load_fp32, pointer, store_rounded
 
-#: fp32 scalars of one tensor that the update reads, see `_prepare_kernel`; padded to a power of two.
-_SCALARS = 16
 _PREPARE_BLOCK = 128
 _NORM_EPS = tl.constexpr(CLIP_EPS)
 
@@ -191,10 +189,6 @@ def _adamw_kernel(
         _update(streams, start, full, length, s, max_value, PARAM, GRAD, MOMENT, MASTER, CLAMP, False, True, TILE)
 
 
-_launch_prepare = Launcher(_prepare_kernel)
-_launch_adamw = Launcher(_adamw_kernel)
-
-
 def adamw_step_(
     work: WorkList,
     states: StateTable,
@@ -213,23 +207,40 @@ def adamw_step_(
     gradient, norm or normalizer, or a normalizer of zero, changes nothing but the counters.
     """
     norm = torch.empty((), dtype=torch.float32, device=work.device)
-    scalars = torch.empty(work.num_tensors * _SCALARS, dtype=torch.float32, device=work.device)
-    sizes = (work.num_tensors, work.num_groups, work.num_clips)
-    _launch_prepare(
-        triton.cdiv(work.num_tensors, _PREPARE_BLOCK),
-        (stats.vector, table.words, work.group, work.clip, states.addresses, scalars, norm, counters, *sizes),
-        (stats.norm_type == math.inf, normalize, triton.next_power_of_2(work.num_clips), _SCALARS, _PREPARE_BLOCK),
-        num_warps=4,
+    key = ("adamw_step", stats.norm_type, normalize, max_value is None)
+    prepare, update = work.prepared(
+        key, lambda: _prepare(work, inf=stats.norm_type == math.inf, normalize=normalize, clamp=max_value is not None)
     )
-    chunks, tiles = work.update, work.tiles
+    sizes = (work.num_tensors, work.num_groups, work.num_clips)
+    tables = (stats.vector, table.words, work.group, work.clip, states.addresses, work.scalars)
+    chunks = work.update
     limit = 0.0 if max_value is None else float(max_value)
-    for variant, first, count in chunks.launches:
-        dtypes = (TRITON_DTYPE[variant.param], TRITON_DTYPE[variant.grad], TRITON_DTYPE[variant.moment])
-        _launch_adamw(
-            count,
-            (chunks.tensor, chunks.first, work.numel, table.words, states.addresses, scalars)
-            + (first + count - 1, work.num_tensors, limit),
-            (*dtypes, variant.master, max_value is not None, tiles.update_chunk, tiles.update_tile, _SCALARS),
+    with on_device(work.device):
+        prepare(triton.cdiv(work.num_tensors, _PREPARE_BLOCK), *tables, norm, counters, *sizes)
+        tables = (chunks.tensor, chunks.first, work.numel, table.words, states.addresses, work.scalars)
+        for kernel, (_, first, count) in zip(update, chunks.launches, strict=True):
+            kernel(count, *tables, first + count - 1, work.num_tensors, limit)
+    return norm
+
+
+def _prepare(work: WorkList, *, inf: bool, normalize: bool, clamp: bool) -> tuple[Prepared, list[Prepared]]:
+    tiles = work.tiles
+    clips = triton.next_power_of_2(work.num_clips)
+    update = [
+        Prepared(
+            _adamw_kernel,
+            (
+                TRITON_DTYPE[variant.param],
+                TRITON_DTYPE[variant.grad],
+                TRITON_DTYPE[variant.moment],
+                variant.master,
+                clamp,
+                tiles.update_chunk,
+                tiles.update_tile,
+                SCALARS,
+            ),
             num_warps=tiles.update_warps,
         )
-    return norm
+        for variant, _, _ in work.update.launches
+    ]
+    return Prepared(_prepare_kernel, (inf, normalize, clips, SCALARS, _PREPARE_BLOCK), num_warps=4), update

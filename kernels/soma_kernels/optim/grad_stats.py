@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from soma_kernels.launch import Launcher
+from soma_kernels.launch import Prepared, on_device
 from soma_kernels.optim.plan import StepTable, WorkList
 from soma_kernels.optim.reference import VECTOR_SUMS, GradStats
 from soma_kernels.optim.streams import TRITON_DTYPE, load_fp32, pointer
@@ -106,30 +106,33 @@ def _combine_kernel(partials, clip_of_chunk, vector, num_chunks, INF: tl.constex
         tl.store(vector + 1, 1.0)
 
 
-_launch_grad_stats = Launcher(_grad_stats_kernel)
-_launch_combine = Launcher(_combine_kernel)
-
-
 def grad_stats(work: WorkList, table: StepTable, *, norm_type: float = 2.0) -> GradStats:
     """Statistics of the gradients at `table`'s addresses; two launches, no synchronization.
 
-    Returns partials [R] fp32 and the vector of `soma_kernels.optim.reference.grad_stats`, ready for an all-reduce.
+    Returns partials [R] fp32 (the work list's own memory, until its next statistics) and the vector of
+    `soma_kernels.optim.reference.grad_stats`, a new tensor ready for an all-reduce.
     """
-    chunks, tiles = work.stats, work.tiles
-    partials = torch.empty(chunks.count, dtype=torch.float32, device=work.device)
     vector = torch.empty(VECTOR_SUMS + work.num_clips, dtype=torch.float32, device=work.device)
-    inf = norm_type == math.inf
-    for variant, first, count in chunks.launches:
-        _launch_grad_stats(
-            count,
-            (chunks.tensor, chunks.first, work.numel, table.words, partials, first),
-            (TRITON_DTYPE[variant.grad], inf, tiles.stats_chunk, tiles.stats_tile),
+    stats, combine = work.prepared(("grad_stats", norm_type), lambda: _prepare(work, inf=norm_type == math.inf))
+    chunks = work.stats
+    with on_device(work.device):
+        for kernel, (_, first, count) in zip(stats, chunks.launches, strict=True):
+            kernel(count, chunks.tensor, chunks.first, work.numel, table.words, work.partials, first)
+        combine(work.num_clips, work.partials, work.clip_of_chunk, vector, chunks.count)
+    return GradStats(work.partials, vector, norm_type)
+
+
+def _prepare(work: WorkList, *, inf: bool) -> tuple[list[Prepared], Prepared]:
+    tiles = work.tiles
+    stats = [
+        Prepared(
+            _grad_stats_kernel,
+            (TRITON_DTYPE[launch.variant.grad], inf, tiles.stats_chunk, tiles.stats_tile),
             num_warps=tiles.stats_warps,
         )
-    _launch_combine(
-        work.num_clips, (partials, work.clip_of_chunk, vector, chunks.count), (inf, _COMBINE_BLOCK), num_warps=8
-    )
-    return GradStats(partials, vector, norm_type)
+        for launch in work.stats.launches
+    ]
+    return stats, Prepared(_combine_kernel, (inf, _COMBINE_BLOCK), num_warps=8)
 
 
 def tensor_of_first_nonfinite(work: WorkList, partials: Tensor) -> int | None:

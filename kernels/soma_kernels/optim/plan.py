@@ -10,19 +10,24 @@ n is the number of tensors, R of chunks, G of hyperparameter groups, K of clip g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_P = TypeVar("_P")
 
 #: What the kernels read and write; fp64 goes through the reference.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: fp64 words of one hyperparameter group in a StepTable.
 GROUP_WORDS = 7
+
+#: fp32 scalars of one tensor that pass 2 computes once and reads everywhere, padded to a power of two.
+SCALARS = 16
 
 #: Stands for the address of a gradient without elements: present, with nothing to read.
 EMPTY_GRADIENT = 1
@@ -36,15 +41,15 @@ class Tiles(NamedTuple):
     """
 
     stats_chunk: int = 65536
-    stats_tile: int = 2048
-    stats_warps: int = 4
-    update_chunk: int = 2048
-    update_tile: int = 1024
-    update_warps: int = 4
+    stats_tile: int = 4096
+    stats_warps: int = 8
+    update_chunk: int = 1024
+    update_tile: int = 512
+    update_warps: int = 2
 
 
 #: Measured on an H200 (docs/benchmarks/optimizer.md): tensors of a few hundred elements waste wide tiles.
-SMALL_TENSORS = Tiles(stats_tile=512, stats_warps=2, update_tile=512, update_warps=2)
+SMALL_TENSORS = Tiles(stats_tile=512, stats_warps=1, update_chunk=2048, update_tile=256, update_warps=1)
 #: Mean size below which the tensors count as small.
 SMALL_MEAN = 16384
 
@@ -74,11 +79,11 @@ class Hyper(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The chunks [first, first + count) hold tensors of one variant."""
+    """The chunks [first, first + programs) hold tensors of one variant."""
 
     variant: Variant
     first: int
-    count: int
+    programs: int
 
 
 @dataclass(frozen=True)
@@ -119,11 +124,11 @@ def _launches(variants: Sequence[Variant], counts: Sequence[int]) -> tuple[Launc
     first = 0
     for variant, count in zip(variants, counts, strict=True):
         if launches and launches[-1].variant == variant:
-            launches[-1] = launches[-1]._replace(count=launches[-1].count + count)
+            launches[-1] = launches[-1]._replace(programs=launches[-1].programs + count)
         else:
             launches.append(Launch(variant, first, count))
         first += count
-    return tuple(launch for launch in launches if launch.count > 0)
+    return tuple(launch for launch in launches if launch.programs > 0)
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,8 @@ class WorkList:
     """What both passes know about n tensors before they see a gradient, on the device.
 
     stats, update: the chunks of each pass. clip_of_chunk: [R of stats] int32, the clip group that counts the chunk's
-    squares, -1 for none. numel: [n] int64. clip, group: [n] int32.
+    squares, -1 for none. numel: [n] int64. clip, group: [n] int32. partials: [R of stats] fp32 and scalars: [n x 16]
+    fp32, memory that the passes write and read. kernels: ready to launch, by what they are for.
     """
 
     tiles: Tiles
@@ -143,6 +149,15 @@ class WorkList:
     group: Tensor
     num_clips: int
     num_groups: int
+    partials: Tensor
+    scalars: Tensor
+    kernels: dict[Hashable, Any] = field(default_factory=dict)
+
+    def prepared(self, key: Hashable, make: Callable[[], _P]) -> _P:
+        """The kernels under `key`, made at the first call."""
+        if key not in self.kernels:
+            self.kernels[key] = make()
+        return cast(_P, self.kernels[key])
 
     @property
     def num_tensors(self) -> int:
@@ -187,6 +202,8 @@ class WorkList:
             group=upload(group, device),
             num_clips=num_clips,
             num_groups=num_groups,
+            partials=torch.empty(stats.count, dtype=torch.float32, device=device),
+            scalars=torch.empty(len(sizes) * SCALARS, dtype=torch.float32, device=device),
         )
 
 
@@ -205,6 +222,7 @@ class StateTable:
         steps: Sequence[Tensor],
     ) -> None:
         columns = (params, exp_avgs, exp_avg_sqs, masters, steps)
+        self.params = tuple(params)
         self.tensors = tuple(tuple(column) for column in columns)
         rows = [[0 if t is None else t.data_ptr() for t in column] for column in columns]
         self.addresses = upload(np.array(rows, dtype=np.int64), steps[0].device)

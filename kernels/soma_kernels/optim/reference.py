@@ -276,6 +276,10 @@ def _update_if_taken_(
     The kernel counts bias corrections from the device's step counters and computes in fp32 whatever the dtype.
     """
     not_taken = (~take).to(torch.float32)
+    irregular = [i for i, (x, y, z) in enumerate(zip(p, m, v, strict=True)) if not _walks_alike(x, y, z)]
+    originals = {i: (p[i], v[i]) for i in irregular}
+    for i in irregular:
+        p[i], v[i] = torch.empty_like(m[i], dtype=p[i].dtype).copy_(p[i]), torch.empty_like(m[i]).copy_(v[i])
     # The kernel walks all five tensors with one index: a gradient must have its parameter's memory layout.
     g = [x if x.stride() == y.stride() else torch.empty_like(y).copy_(x) for x, y in zip(g, p, strict=True)]
     lr = hyper.lr.to(torch.float32) if isinstance(hyper.lr, Tensor) else hyper.lr
@@ -297,3 +301,12 @@ def _update_if_taken_(
         found_inf=not_taken,
     )
     torch._foreach_sub_(t, [not_taken] * len(t))
+    for i, (param, exp_avg_sq) in originals.items():
+        param.copy_(p[i])
+        exp_avg_sq.copy_(v[i])
+
+
+def _walks_alike(*tensors: Tensor) -> bool:
+    """Whether one index over memory visits the same elements of all tensors, and no gaps."""
+    dense = torch.empty_like(tensors[0], device="meta").stride()
+    return all(t.stride() == dense for t in tensors)
