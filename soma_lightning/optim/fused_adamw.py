@@ -275,6 +275,9 @@ class FusedAdamW(AdamW):
         control = self.__dict__.get("_control")
         if control is not None:
             control.state_was_seen = True
+        if "state" not in self.__dict__:
+            # Fabric's wrapper has none of its own and finds the optimizer's after an AttributeError.
+            raise AttributeError(f"{type(self).__name__} has no attribute 'state' of its own")
         return self.__dict__["state"]
 
     @state.setter
