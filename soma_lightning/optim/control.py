@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from soma_lightning.optim.triton_step import TritonStep
 
 
+_version_of = operator.attrgetter("_version")
+
+
 class GradientMark(NamedTuple):
     """Some gradients and how often each had been written: has anybody replaced or changed them since?
 
@@ -31,12 +34,12 @@ class GradientMark(NamedTuple):
 
     @classmethod
     def of(cls, grads: Sequence[Tensor]) -> GradientMark:
-        return cls(grads, [g._version for g in grads])
+        return cls(grads, list(map(_version_of, grads)))
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
         """True if `grads` are these tensors, unwritten."""
         same = len(grads) == len(self.grads) and all(map(operator.is_, grads, self.grads))
-        return same and [g._version for g in grads] == self.versions
+        return same and list(map(_version_of, grads)) == self.versions
 
     def shares_one_with(self, grads: Sequence[Tensor]) -> bool:
         """True if at least one of `grads` is among these tensors."""

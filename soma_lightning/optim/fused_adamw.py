@@ -22,6 +22,7 @@ from soma_lightning.optim.groups import unsupported_in_group
 from soma_lightning.optim.ownership import Ownership
 from soma_lightning.optim.reference_step import ReferenceStep, ReferenceWork
 from soma_lightning.optim.state import StateFormat, restore_precision
+from soma_lightning.optim.step_plan import grad_of
 from soma_lightning.optim.triton_step import TritonStep, TritonWork, why_no_kernels
 
 IMPLEMENTATIONS = ("auto", "triton", "reference")
@@ -155,7 +156,8 @@ class FusedAdamW(AdamW):
         self._control.rule, self._control.bound = rule, GradientMark.of(self._present_grads())
 
     def _present_grads(self) -> list[Tensor]:
-        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        return [grad for grad in map(grad_of, params) if grad is not None]
 
     def _take_rule(self) -> ClipRule | None:
         """What this step applies; it is used up."""
@@ -165,14 +167,14 @@ class FusedAdamW(AdamW):
         if rule is None or bound is None:
             return rule
         grads = self._present_grads()
-        if not bound.shares_one_with(grads):
-            return None
-        if not bound.holds(grads):
+        if bound.holds(grads):
+            return rule
+        if bound.shares_one_with(grads):
             raise RuntimeError(
                 "gradients were changed between clipping and step(); clipping happens inside the step here, so it "
                 "would act on the changed ones: clip last, or keep torch's step with fused_optimizer=False"
             )
-        return rule
+        return None
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float | None = None) -> Tensor:

@@ -62,7 +62,7 @@ class StepPlan:
         self.states = StateTable(targets, exp_avgs, exp_avg_sqs, masters, steps)
         self._addresses = list(map(Tensor.data_ptr, self._locals))
         self._mastered = [p for p, master in zip(self.params, masters, strict=True) if master is not None]
-        self.note_versions(optimizer)
+        self._versions = list(map(_version_of, self._mastered))
         ids, _ = clip_groups(groups)
         member_groups = [group_of[i] for i in self.members]
         self.work = WorkList.build(
@@ -131,8 +131,9 @@ class StepPlan:
 
     # ------------------------------------------------------------------ every step
 
-    def read(self, grads: Sequence[Tensor | None]) -> tuple[np.ndarray, list[Tensor]]:
-        """Addresses of the members' gradients ([n] int64), and the copies that stand for some of them.
+    def read(self, grads: Sequence[Tensor | None]) -> tuple[Sequence[Tensor], np.ndarray, list[Tensor]]:
+        """Those of the members' gradients that are there, the addresses of all ([n] int64), and the copies that stand
+        for some of them.
 
         A gradient whose memory is laid out unlike its parameter's is copied into the parameter's layout.
         Raises ValueError for a sparse gradient.
@@ -149,7 +150,7 @@ class StepPlan:
             addresses = np.array([0 if g is None else g.data_ptr() for g in kept], dtype=np.int64)
         for i in self._empty:
             addresses[i] = 0 if grads[i] is None else EMPTY_GRADIENT
-        return addresses, copies
+        return dense, addresses, copies
 
     def _in_layout(self, i: int, grad: Tensor) -> Tensor:
         refuse_sparse(grad)
@@ -169,10 +170,15 @@ class StepPlan:
         for i, dense in self.staged.items():
             self._locals[i].copy_(dense)
 
-    def note_versions(self, optimizer: FusedAdamW) -> None:
-        """Remembers that the masters are current."""
-        self._versions = list(map(_version_of, self._mastered))
-        optimizer._control.versions_of_masters.update(zip(self._mastered, self._versions, strict=True))
+    def count_update(self) -> None:
+        """Tells autograd that the kernels wrote: a later backward through an older graph must still be refused."""
+        torch.autograd.graph.increment_version(self.params)
+        # A stand-in's copy counts by itself; everything else moved by one.
+        self._versions = list(map(_version_of, self._mastered)) if self.staged else [v + 1 for v in self._versions]
+
+    def versions_of_masters(self) -> dict[Tensor, int]:
+        """Parameter -> its version when its master was last written."""
+        return dict(zip(self._mastered, self._versions, strict=True))
 
 
 def _lay_out_like(param: Tensor, state: dict[str, Any]) -> None:

@@ -82,9 +82,7 @@ class TritonWork:
             max_value=rule.max_value,
         )
         plan.stage_out()
-        # The kernels wrote behind autograd's back: a later backward through an older graph must still be refused.
-        torch.autograd.graph.increment_version(plan.params)
-        plan.note_versions(optimizer)
+        plan.count_update()
 
 
 class TritonStep:
@@ -112,6 +110,8 @@ class TritonStep:
         plan = self._plan
         if plan is None or not plan.fits(optimizer, everyone, grads):
             _refuse_in_capture(everyone)
+            if plan is not None:
+                optimizer._control.versions_of_masters.update(plan.versions_of_masters())
             path = optimizer._choose_path()
             if not isinstance(path, TritonStep):  # the parameters were moved or converted
                 optimizer._control.path = path
@@ -119,9 +119,9 @@ class TritonStep:
             plan = self._plan = StepPlan(optimizer, everyone)
             self.plans_made += 1
         present = grads if plan.complete else [grads[i] for i in plan.members]
-        addresses, copies = plan.read(present)
+        present_grads, addresses, copies = plan.read(present)
         plan.table.write(addresses, _hypers(optimizer.param_groups), clip_limits(optimizer.param_groups, rule.max_norm))
-        return TritonWork(plan, [g for g in present if g is not None], copies)
+        return TritonWork(plan, present_grads, copies)
 
     def first_nonfinite(self, stats: GradStats) -> int | None:
         """Position of the first parameter whose gradient was not finite; waits for the device."""
