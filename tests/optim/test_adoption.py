@@ -77,6 +77,19 @@ def test_torchs_fused_flag_no_longer_keeps_the_scaler_away() -> None:
     assert not hasattr(optimizer, "_step_supports_amp_scaling")
 
 
+@pytest.mark.parametrize("setting", ["capturable", "fused", "foreach"])
+def test_settings_that_only_choose_an_implementation_are_adopted(setting: str) -> None:
+    ours, theirs = parameter(), parameter()
+    optimizer, stock = AdamW([ours], **{setting: True}), AdamW([theirs])
+    assert why_not_adopted(optimizer) is None
+    adopt(optimizer)
+    for step in range(3):
+        ours.grad = theirs.grad = torch.tensor([0.5, step - 2.0])
+        optimizer.step()
+        stock.step()
+    assert torch.equal(ours, theirs)
+
+
 def test_adam_with_decoupled_decay_is_adamw() -> None:
     ours, theirs = parameter(), parameter()
     optimizer = adopt(Adam([ours], weight_decay=0.1, decoupled_weight_decay=True))
