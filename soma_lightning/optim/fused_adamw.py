@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from soma_kernels.optim.reference import GradStats, decide
 from soma_lightning.optim.clipping import ClipRule, check_norm_type
 from soma_lightning.optim.control import Control, GradientMark, KnownStats
-from soma_lightning.optim.groups import unsupported_in_group
+from soma_lightning.optim.groups import refuse_divided, unsupported_in_group
 from soma_lightning.optim.ownership import Ownership
 from soma_lightning.optim.reference_step import ReferenceStep, ReferenceWork
 from soma_lightning.optim.state import StateFormat, restore_precision
@@ -240,6 +240,8 @@ class FusedAdamW(AdamW):
             return None
         control = self._control
         if control.path is None or isinstance(control.path, ReferenceStep):
+            if control.ownership is None:
+                refuse_divided(self.param_groups)
             control.path = self._choose_path()
         return control.path.collect(self, rule)
 

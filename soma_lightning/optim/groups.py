@@ -60,6 +60,17 @@ def refuse_sparse(grad: Tensor) -> None:
         )
 
 
+def refuse_divided(param_groups: Sequence[dict[str, Any]]) -> None:
+    """ValueError for a DTensor of several processes: without an owner for each shard their norm would be wrong."""
+    for group in param_groups:
+        for param in group["params"]:
+            if hasattr(type(param), "device_mesh") and param.device_mesh.size() > 1:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is divided among {param.device_mesh.size()} processes; "
+                    "set FusedAdamW.ownership, which says who counts which shard in the norm"
+                )
+
+
 def local(tensor: Tensor) -> Tensor:
     """This process's shard of a DTensor; a plain tensor as it is."""
     to_local = getattr(tensor, "to_local", None)

@@ -40,19 +40,13 @@ class StepPlan:
     """
 
     def __init__(self, optimizer: FusedAdamW, everyone: Sequence[Tensor]) -> None:
-        control, groups = optimizer._control, optimizer.param_groups
-        group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
         states = optimizer._states
         self.everyone = everyone
-        self.num_groups = len(groups)
         self.members = [i for i, p in enumerate(everyone) if p.requires_grad and (p.grad is not None or states.get(p))]
         self.complete = len(self.members) == len(everyone)
         self.params = [everyone[i] for i in self.members]
         refuse_several_devices(self.params)
-        for p in self.params:
-            current = control.versions_of_masters.get(p) == p._version
-            ready_state(p, states[p], control.form, master_is_current=current)
-            _lay_out_like(p, states[p])
+        self._make_state_ready(optimizer)
         self._locals = [local(p) for p in self.params]
         self._distributed = any(map(operator.is_not, self.params, self._locals))
         self._find_irregular()
@@ -63,22 +57,37 @@ class StepPlan:
         self._addresses = list(map(Tensor.data_ptr, self._locals))
         self._mastered = [p for p, master in zip(self.params, masters, strict=True) if master is not None]
         self._versions = list(map(_version_of, self._mastered))
-        ids, _ = clip_groups(groups)
-        member_groups = [group_of[i] for i in self.members]
-        self.work = WorkList.build(
+        self._grouping = _grouping(optimizer.param_groups)
+        self.work = self._work_list(optimizer)
+        self.table = StepTable(self.work)
+
+    def _make_state_ready(self, optimizer: FusedAdamW) -> None:
+        control = optimizer._control
+        for param in self.params:
+            state = optimizer._states[param]
+            current = control.versions_of_masters.get(param) == param._version
+            ready_state(param, state, control.form, master_is_current=current)
+            _lay_out_like(param, state)
+
+    def _work_list(self, optimizer: FusedAdamW) -> WorkList:
+        groups = optimizer.param_groups
+        group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
+        clip_ids, own_limits = clip_groups(groups)
+        params, exp_avgs, _, masters, _ = self.states.tensors
+        variants = [
+            Variant(p.dtype, dtype, m.dtype, master is not None)
+            for p, dtype, m, master in zip(params, self._grad_dtypes, exp_avgs, masters, strict=True)
+        ]
+        return WorkList.build(
             [p.numel() for p in self._locals],
-            [
-                Variant(p.dtype, dtype, m.dtype, master is not None)
-                for p, dtype, m, master in zip(self._locals, self._grad_dtypes, exp_avgs, masters, strict=True)
-            ],
+            variants,
             self._locals[0].device,
-            groups=member_groups,
-            clips=[ids[g] for g in member_groups],
+            groups=[group_of[i] for i in self.members],
             num_groups=len(groups),
-            num_clips=max(ids) + 1,
+            clips=[clip_ids[group_of[i]] for i in self.members],
+            num_clips=1 + len(own_limits),
             counted=None if optimizer.ownership is None else optimizer.ownership.counted(self.params),
         )
-        self.table = StepTable(self.work)
 
     def _find_irregular(self) -> None:
         """Parameters that need a second look in every step."""
@@ -90,7 +99,7 @@ class StepPlan:
         self._empty = [i for i, p in enumerate(self._locals) if p.numel() == 0]
         #: Dense stand-ins for parameters whose memory has gaps: copied in before the update and out after it.
         self.staged = {
-            i: torch.empty_like(p, memory_format=torch.contiguous_format)
+            i: torch.empty_like(p)
             for i, p in enumerate(self._locals)
             if torch.empty_like(p, device="meta").stride() != p.stride()
         }
@@ -104,7 +113,7 @@ class StepPlan:
         """Whether this step can use the plan. grads: of `everyone`, None where there is none or it does not count."""
         if len(everyone) != len(self.everyone) or not all(map(operator.is_, everyone, self.everyone)):
             return False
-        if len(optimizer.param_groups) != self.num_groups:
+        if _grouping(optimizer.param_groups) != self._grouping:
             return False
         if not self.complete and _count_present(grads) != _count_present([grads[i] for i in self.members]):
             return False
@@ -179,6 +188,11 @@ class StepPlan:
     def versions_of_masters(self) -> dict[Tensor, int]:
         """Parameter -> its version when its master was last written."""
         return dict(zip(self._mastered, self._versions, strict=True))
+
+
+def _grouping(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """What decides which parameter has which hyperparameters and who is clipped with whom."""
+    return [len(group["params"]) for group in param_groups], clip_groups(param_groups)[0]
 
 
 def _lay_out_like(param: Tensor, state: dict[str, Any]) -> None:

@@ -223,7 +223,7 @@ class StateTable:
     ) -> None:
         columns = (params, exp_avgs, exp_avg_sqs, masters, steps)
         self.params = tuple(params)
-        self.tensors = tuple(tuple(column) for column in columns)
+        self.tensors = (self.params, tuple(exp_avgs), tuple(exp_avg_sqs), tuple(masters), tuple(steps))
         rows = [[0 if t is None else t.data_ptr() for t in column] for column in columns]
         self.addresses = upload(np.array(rows, dtype=np.int64), steps[0].device)
 
