@@ -17,6 +17,8 @@ class Prepared:
 
     constants: values of the kernel's last parameters. Every launch must pass arguments of the same types: tensors that
     start at a multiple of 16 bytes, integers that the kernel does not specialize. One object serves one device.
+    Products and sums are not fused into one operation unless the kernel says `tl.fma`: the compiler's choice would
+    differ between code for aligned and for unaligned memory, and so would the last bits.
     """
 
     def __init__(self, kernel: Any, constants: tuple[Any, ...], *, num_warps: int) -> None:
@@ -24,15 +26,22 @@ class Prepared:
         self._constants = constants
         self._num_warps = num_warps
         self._compiled: Any = None
+        self._stream: Any = None
+        self._device = -1
 
     def __call__(self, programs: int, *arguments: Any) -> None:
         """Starts `programs` programs on the current device and stream, or runs them in Triton's interpreter."""
         if self._compiled is not None:
-            self._compiled[programs, 1, 1](*arguments, *self._constants)
+            self._compiled[programs, 1, 1](*arguments, *self._constants, stream=self._stream(self._device))
             return
-        launched = self._kernel[(programs, 1, 1)](*arguments, *self._constants, num_warps=self._num_warps)
+        launched = self._kernel[(programs, 1, 1)](
+            *arguments, *self._constants, num_warps=self._num_warps, enable_fp_fusion=False
+        )
         if launched is not None:  # the interpreter compiles nothing
-            self._compiled = launched
+            from triton.runtime import driver
+
+            self._compiled, self._stream = launched, driver.active.get_current_stream
+            self._device = torch.cuda.current_device()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

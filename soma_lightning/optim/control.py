@@ -71,8 +71,8 @@ class Control:
     bound: GradientMark | None = None
     path: ReferenceStep | TritonStep | None = None
     state_was_seen: bool = False
-    last_grad_norm: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
-    counters: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
+    last_grad_norm: Tensor = field(default_factory=lambda: torch.tensor(float("nan"), device="cpu"))
+    counters: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64, device="cpu"))
     known: KnownStats | None = None
     last_stats: GradStats | None = None
     last_params: Sequence[Tensor] = ()

@@ -185,7 +185,7 @@ class FusedAdamW(AdamW):
         rule = ClipRule(norm_type=self.norm_type if norm_type is None else norm_type)
         work = self._collect(rule)
         if work is None:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         stats = self._statistics(work, rule.norm_type)
         self._control.known = KnownStats(GradientMark.of(work.grads), stats)
         return decide(self._over_all_processes(stats, None)).norm

@@ -129,10 +129,10 @@ def _update(
         weight = load_fp32((w if MASTER else p) + at, mask, MASKED)
         if CLAMP:
             grad = tl.minimum(tl.maximum(grad, -max_value), max_value)
-        exp_avg += weight1 * (grad - exp_avg)
-        exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad * grad
-        denominator = tl.sqrt_rn(exp_avg_sq) * root + eps
-        weight = weight * decay - step_size * tl.div_rn(exp_avg, denominator)
+        exp_avg = tl.fma(weight1, grad - exp_avg, exp_avg)
+        exp_avg_sq = tl.fma(weight2 * grad, grad, beta2 * exp_avg_sq)
+        denominator = tl.fma(tl.sqrt_rn(exp_avg_sq), root, eps)
+        weight = tl.fma(-step_size, tl.div_rn(exp_avg, denominator), weight * decay)
         store_rounded(m + at, exp_avg, mask, MASKED)
         store_rounded(v + at, exp_avg_sq, mask, MASKED)
         if MASTER:

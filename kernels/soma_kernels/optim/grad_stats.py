@@ -50,7 +50,7 @@ def _accumulate(
         if INF:
             acc = tl.maximum(acc, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
         else:
-            acc += x * x
+            acc = tl.fma(x, x, acc)
     return acc
 
 

@@ -258,7 +258,7 @@ class StepTable:
         Device tensors among the hyperparameters are copied on the device. Nothing waits for it.
         """
         # Freshly pinned every time: the caching host allocator hands a block out again only when its copy is done.
-        host = torch.empty(self.words.numel(), dtype=torch.int64, pin_memory=self._pinned)
+        host = torch.empty(self.words.numel(), dtype=torch.int64, device="cpu", pin_memory=self._pinned)
         words = host.numpy()
         words[: self.num_tensors] = grad_addresses
         reals = words[self.num_tensors :].view(np.float64)
