@@ -47,10 +47,16 @@ class GradientMark(NamedTuple):
 
 
 class KnownStats(NamedTuple):
-    """Statistics of the gradients under `mark`."""
+    """Statistics of the gradients under `mark`. clip_ids: clip group of each parameter group when they were taken."""
 
     mark: GradientMark
     stats: GradStats
+    clip_ids: list[int]
+
+    def hold(self, grads: Sequence[Tensor], norm_type: float, clip_ids: list[int]) -> bool:
+        """True if they are what a new pass over `grads` would find."""
+        same = norm_type == self.stats.norm_type and clip_ids == self.clip_ids
+        return same and self.mark.holds(grads)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from soma_kernels.optim.reference import GradStats, decide
 from soma_lightning.optim.clipping import ClipRule, check_norm_type
 from soma_lightning.optim.control import Control, GradientMark, KnownStats
-from soma_lightning.optim.groups import refuse_divided, unsupported_in_group
+from soma_lightning.optim.groups import clip_groups, refuse_divided, unsupported_in_group
 from soma_lightning.optim.ownership import Ownership
 from soma_lightning.optim.reference_step import ReferenceStep, ReferenceWork
 from soma_lightning.optim.state import StateFormat, restore_precision
@@ -187,7 +187,7 @@ class FusedAdamW(AdamW):
         if work is None:
             return torch.zeros((), device="cpu")
         stats = self._statistics(work, rule.norm_type)
-        self._control.known = KnownStats(GradientMark.of(work.grads), stats)
+        self._control.known = KnownStats(GradientMark.of(work.grads), stats, clip_groups(self.param_groups)[0])
         return decide(self._over_all_processes(stats, None)).norm
 
     def first_nonfinite_parameter(self) -> Tensor | None:
@@ -227,6 +227,7 @@ class FusedAdamW(AdamW):
         if implementation == "reference":
             return ReferenceStep("asked for")
         params = [p for group in self.param_groups for p in group["params"]]
+        params = [p for p in params if p.requires_grad] or params
         reason = why_no_kernels(params, interpreted=implementation == "triton")
         if reason is None:
             return TritonStep()
@@ -249,7 +250,7 @@ class FusedAdamW(AdamW):
         """This process's statistics, from the last `grad_norm()` if nothing changed since."""
         control = self._control
         known = control.known
-        if known is not None and known.stats.norm_type == norm_type and known.mark.holds(work.grads):
+        if known is not None and known.hold(work.grads, norm_type, clip_groups(self.param_groups)[0]):
             return known.stats
         control.last_stats = work.statistics(self, norm_type)
         control.last_params = work.params

@@ -77,6 +77,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
+def local_grad(param: Tensor, grad: Tensor) -> Tensor:
+    """This process's shard of a gradient; ValueError if it is divided unlike its parameter."""
+    placements, own = getattr(grad, "placements", None), getattr(param, "placements", None)
+    if placements != own:
+        raise ValueError(
+            f"a gradient of shape {tuple(grad.shape)} is placed as {placements}, its parameter as {own}; "
+            "redistribute the gradient before the step"
+        )
+    return local(grad)
+
+
 def clip_groups(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
     """Clip group of each parameter group, and the limits of the clip groups after the first.
 

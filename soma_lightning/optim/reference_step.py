@@ -10,7 +10,7 @@ from torch import Tensor
 
 from soma_kernels.optim.reference import Decision, GradStats, adamw_step_, decide, grad_stats
 from soma_lightning.optim.clipping import ClipRule
-from soma_lightning.optim.groups import GroupWork, clip_groups, clip_limits, local, present_work
+from soma_lightning.optim.groups import GroupWork, clip_groups, clip_limits, local, local_grad, present_work
 from soma_lightning.optim.state import MASTER_KEY, ready_state
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class ReferenceWork:
         clips = [ids[w.position] for w in self.groups for _ in w.params]
         ownership = optimizer.ownership
         counted = None if ownership is None else ownership.counted(self.params)
-        grads = [local(g) for g in self.grads]
+        grads = list(map(local_grad, self.params, self.grads))
         return grad_stats(grads, norm_type=norm_type, clips=clips, num_clips=1 + len(limits), counted=counted)
 
     def update(self, optimizer: FusedAdamW, stats: GradStats, rule: ClipRule) -> None:
@@ -71,7 +71,7 @@ class ReferenceWork:
                 scale = None if scale.item() == 1.0 else scale.item()
             adamw_step_(
                 [local(p) for p in params],
-                [local(g) for g in grads],
+                list(map(local_grad, params, grads)),
                 [local(s["exp_avg"]) for s in states],
                 [local(s["exp_avg_sq"]) for s in states],
                 [s["step"] for s in states],

@@ -8,7 +8,7 @@ tensors that may have been replaced, if anybody had `optimizer.state` in hands.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from soma_kernels.optim.plan import EMPTY_GRADIENT, StateTable, StepTable, Variant, WorkList
-from soma_lightning.optim.groups import clip_groups, local, refuse_several_devices, refuse_sparse
+from soma_lightning.optim.groups import clip_groups, local, local_grad, refuse_several_devices, refuse_sparse
 from soma_lightning.optim.state import MASTER_KEY, ready_state
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class StepPlan:
         Raises ValueError for a sparse gradient.
         """
         if self._distributed:
-            grads = [None if g is None else local(g) for g in grads]
+            grads = [None if g is None else local_grad(p, g) for p, g in zip(self.params, grads, strict=True)]
         dense = [g for g in grads if g is not None]
         if len(dense) == len(grads) and not self._strides and _all_contiguous(dense):
             addresses = _addresses_of(dense)
@@ -174,16 +174,22 @@ class StepPlan:
         for i, dense in self.staged.items():
             dense.copy_(self._locals[i])
 
-    def stage_out(self) -> None:
-        """Copies the stand-ins back."""
+    def stage_out(self, absent: Collection[int]) -> None:
+        """Copies the stand-ins back, but for members without a gradient."""
         for i, dense in self.staged.items():
-            self._locals[i].copy_(dense)
+            if i not in absent:
+                self._locals[i].copy_(dense)
 
-    def count_update(self) -> None:
-        """Tells autograd that the kernels wrote: a later backward through an older graph must still be refused."""
-        torch.autograd.graph.increment_version(self.params)
-        # A stand-in's copy counts by itself; everything else moved by one.
-        self._versions = list(map(_version_of, self._mastered)) if self.staged else [v + 1 for v in self._versions]
+    def count_update(self, absent: Collection[int]) -> None:
+        """Tells autograd that the kernels wrote: a later backward through an older graph must still be refused.
+
+        absent: positions of the members without a gradient, which keep their values.
+        """
+        written = [p for i, p in enumerate(self.params) if i not in absent] if absent else self.params
+        torch.autograd.graph.increment_version(written)
+        # A stand-in's copy counts by itself; everything else that was written moved by one.
+        by_one = not absent and not self.staged
+        self._versions = [v + 1 for v in self._versions] if by_one else list(map(_version_of, self._mastered))
 
     def versions_of_masters(self) -> dict[Tensor, int]:
         """Parameter -> its version when its master was last written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
@@ -48,12 +48,13 @@ def why_no_kernels(params: Sequence[Tensor], *, interpreted: bool) -> str | None
 
 @dataclass(frozen=True)
 class TritonWork:
-    """The gradients of one step. params: the plan's, with or without a gradient. copies: of gradients whose memory is
-    laid out unlike their parameter's.
+    """The gradients of one step. params: the plan's, with or without a gradient. absent: positions of those without.
+    copies: of gradients whose memory is laid out unlike their parameter's.
     """
 
     plan: StepPlan
     grads: Sequence[Tensor]
+    absent: Collection[int]
     copies: list[Tensor]
 
     @property
@@ -81,8 +82,8 @@ class TritonWork:
             normalize=rule.normalizer is not None,
             max_value=rule.max_value,
         )
-        plan.stage_out()
-        plan.count_update()
+        plan.stage_out(self.absent)
+        plan.count_update(self.absent)
 
 
 class TritonStep:
@@ -118,10 +119,13 @@ class TritonStep:
                 return path.collect(optimizer, rule)
             plan = self._plan = StepPlan(optimizer, everyone)
             self.plans_made += 1
+            optimizer._control.known = None  # its partial sums are in the old plan's order
         present = grads if plan.complete else [grads[i] for i in plan.members]
         present_grads, addresses, copies = plan.read(present)
         plan.table.write(addresses, _hypers(optimizer.param_groups), clip_limits(optimizer.param_groups, rule.max_norm))
-        return TritonWork(plan, present_grads, copies)
+        complete = len(present_grads) == len(present)
+        absent = () if complete else {i for i, g in enumerate(present) if g is None}
+        return TritonWork(plan, present_grads, absent, copies)
 
     def first_nonfinite(self, stats: GradStats) -> int | None:
         """Position of the first parameter whose gradient was not finite; waits for the device."""

@@ -47,10 +47,7 @@ def _accumulate(
     for i in range(begin, end, TILE):
         at = i + tl.arange(0, TILE)
         x = load_fp32(g + at, at < end, MASKED)
-        if INF:
-            acc = tl.maximum(acc, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-        else:
-            acc = tl.fma(x, x, acc)
+        acc = tl.maximum(acc, tl.abs(x), propagate_nan=tl.PropagateNan.ALL) if INF else tl.fma(x, x, acc)
     return acc
 
 

@@ -275,7 +275,7 @@ class StepTable:
         reals[: len(row)] = row
         self.words.copy_(host, non_blocking=True)
         for at, value in moved:
-            self._reals[at].copy_(value, non_blocking=True)
+            self._reals[at].copy_(value.reshape(()), non_blocking=True)
         if self._pinned and torch.cuda.is_current_stream_capturing():
             self._captured.append(host)
 
