@@ -197,4 +197,5 @@ class Engine:
 
 def _described(optimizer: FusedAdamW) -> str:
     masters = ", fp32 masters for bf16/fp16 parameters" if optimizer.master_weights else ""
-    return f"fused reference ({type(optimizer).__name__}): clipping and update in one step{masters}"
+    path, name = optimizer.path_description, type(optimizer).__name__
+    return f"fused, {path} ({name}): clipping and update in one step{masters}"

@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loggers import CSVLogger
 
-from soma_lightning import SomaSpeedStrategy, __version__
+from soma_kernels.runtime import is_interpreter
+from soma_lightning import FusedAdamW, SomaSpeedStrategy, __version__
 
 
 def written(path: Path) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def test_the_facts(net: Any, make_trainer: Any, tmp_path: Path, caplog: pytest.L
         "optimizers": [
             {
                 "name": "FusedAdamW",
-                "path": "fused reference (FusedAdamW): clipping and update in one step",
+                "path": "fused, reference: no kernels for cpu (FusedAdamW): clipping and update in one step",
                 "groups": [
                     {"lr": 0.01, "weight_decay": 0.0, "parameters": 27},
                     {"lr": 0.02, "weight_decay": 0.01, "parameters": 72},
@@ -82,6 +83,27 @@ def test_freezing_by_a_callback_and_at_the_last_moment_counts(net: Any, make_tra
     make_trainer("somaspeed", max_steps=1, callbacks=[FreezeBody()]).fit(Late())
     assert written(tmp_path)["trainable"]["names"] == ["head.weight"]
     assert written(tmp_path)["frozen"]["tensors"] == 5
+
+
+@pytest.mark.parametrize(
+    ("implementation", "path"), [("triton", "Triton kernels"), ("reference", "reference: asked for")]
+)
+def test_the_report_says_how_the_optimizer_steps(
+    net: Any, make_trainer: Any, tmp_path: Path, implementation: str, path: str
+) -> None:
+    if implementation == "triton":
+        pytest.importorskip("triton")
+        if not is_interpreter():
+            pytest.skip("kernels run on the CPU only with TRITON_INTERPRET=1")
+
+    class Chosen(net):  # type: ignore[misc, valid-type]
+        def make_optimizer(self) -> torch.optim.Optimizer:
+            return FusedAdamW(self.head.parameters(), master_weights=True, implementation=implementation)
+
+    make_trainer("somaspeed", max_steps=1).fit(Chosen())
+    assert written(tmp_path)["optimizers"][0]["path"] == (
+        f"fused, {path} (FusedAdamW): clipping and update in one step, fp32 masters for bf16/fp16 parameters"
+    )
 
 
 def test_trainable_parameters_without_optimizer_are_named(

@@ -29,6 +29,7 @@ def test_ten_steps_equal_the_stock_strategy(
         trainer.fit(models[-1])
     assert trainer.strategy.root_device == torch.device("cuda", 0)
     assert type(trainer.optimizers[0]) is FusedAdamW
+    assert trainer.optimizers[0].path_description == "Triton kernels"
     assert difference(*models) <= 1e-6
 
 
