@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,36 +27,38 @@ _version_of = operator.attrgetter("_version")
 class GradientMark(NamedTuple):
     """Some gradients and how often each had been written: has anybody replaced or changed them since?
 
-    A tensor's version counts in-place writes. Holding the tensors keeps a new one from taking an old one's place.
+    A tensor's version counts in-place writes. Weak references keep no gradient alive, and tell an old tensor from a new
+    one in its place.
     """
 
-    grads: Sequence[Tensor]
+    grads: list[weakref.ref[Tensor]]
     versions: list[int]
 
     @classmethod
     def of(cls, grads: Sequence[Tensor]) -> GradientMark:
-        return cls(grads, list(map(_version_of, grads)))
+        return cls(list(map(weakref.ref, grads)), list(map(_version_of, grads)))
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
         """True if `grads` are these tensors, unwritten."""
-        same = len(grads) == len(self.grads) and all(map(operator.is_, grads, self.grads))
+        same = len(grads) == len(self.grads) and all(map(operator.is_, grads, map(operator.call, self.grads)))
         return same and list(map(_version_of, grads)) == self.versions
 
     def shares_one_with(self, grads: Sequence[Tensor]) -> bool:
         """True if at least one of `grads` is among these tensors."""
-        return not {id(g) for g in self.grads}.isdisjoint(map(id, grads))
+        alive = (grad() for grad in self.grads)
+        return not {id(grad) for grad in alive if grad is not None}.isdisjoint(map(id, grads))
 
 
 class KnownStats(NamedTuple):
-    """Statistics of the gradients under `mark`. clip_ids: clip group of each parameter group when they were taken."""
+    """Statistics of the gradients under `mark`. grouping: of the parameters when they were taken."""
 
     mark: GradientMark
     stats: GradStats
-    clip_ids: list[int]
+    grouping: tuple[list[int], list[int]]
 
-    def hold(self, grads: Sequence[Tensor], norm_type: float, clip_ids: list[int]) -> bool:
+    def hold(self, grads: Sequence[Tensor], norm_type: float, grouping: tuple[list[int], list[int]]) -> bool:
         """True if they are what a new pass over `grads` would find."""
-        same = norm_type == self.stats.norm_type and clip_ids == self.clip_ids
+        same = norm_type == self.stats.norm_type and grouping == self.grouping
         return same and self.mark.holds(grads)
 
 

@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from soma_kernels.optim.reference import GradStats, decide
 from soma_lightning.optim.clipping import ClipRule, check_norm_type
 from soma_lightning.optim.control import Control, GradientMark, KnownStats
-from soma_lightning.optim.groups import clip_groups, refuse_divided, unsupported_in_group
+from soma_lightning.optim.groups import grouping, is_capturing, refuse_divided, unsupported_in_group
 from soma_lightning.optim.ownership import Ownership
 from soma_lightning.optim.reference_step import ReferenceStep, ReferenceWork
 from soma_lightning.optim.state import StateFormat, restore_precision
@@ -180,14 +180,16 @@ class FusedAdamW(AdamW):
     def grad_norm(self, norm_type: float | None = None) -> Tensor:
         """0-d: global norm of the gradients as they are now; the next `step()` reuses the pass if they do not change.
 
-        Returns 0 when there is no gradient.
+        Changes in place are noticed, but not those through `.data`, by a replayed CUDA graph or by code outside torch:
+        do not call it before such a change. Returns 0 when there is no gradient.
         """
         rule = ClipRule(norm_type=self.norm_type if norm_type is None else norm_type)
         work = self._collect(rule)
         if work is None:
             return torch.zeros((), device="cpu")
         stats = self._statistics(work, rule.norm_type)
-        self._control.known = KnownStats(GradientMark.of(work.grads), stats, clip_groups(self.param_groups)[0])
+        if not is_capturing(work.grads):
+            self._control.known = KnownStats(GradientMark.of(work.grads), stats, grouping(self.param_groups))
         return decide(self._over_all_processes(stats, None)).norm
 
     def first_nonfinite_parameter(self) -> Tensor | None:
@@ -250,7 +252,9 @@ class FusedAdamW(AdamW):
         """This process's statistics, from the last `grad_norm()` if nothing changed since."""
         control = self._control
         known = control.known
-        if known is not None and known.hold(work.grads, norm_type, clip_groups(self.param_groups)[0]):
+        # A captured step must take its own: it would replay these for whatever the gradients are then.
+        reusable = known is not None and not is_capturing(work.grads)
+        if known is not None and reusable and known.hold(work.grads, norm_type, grouping(self.param_groups)):
             return known.stats
         control.last_stats = work.statistics(self, norm_type)
         control.last_params = work.params
@@ -318,18 +322,25 @@ class FusedAdamW(AdamW):
         that does not round to its parameter's current value is rebuilt from it at the next step.
         Raises ValueError for a state written with a setting that is not supported, before anything changes.
         """
-        for group in state_dict["param_groups"]:
-            reason = unsupported_in_group({**group, "params": []})
-            if reason:
-                raise ValueError(f"FusedAdamW cannot continue a state that was saved with {reason}")
-        super().load_state_dict(state_dict)
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        # Hooks may hand torch another state and read the loaded one: ours stand next to torch's own work.
+        loaded: list[dict[str, Any]] = []
+        before = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(_supported(final)))
+        after = self.register_load_state_dict_post_hook(lambda _: self._restore(loaded[0]), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+        self._control.forget()
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        """Repairs what torch rounded when it loaded this state dict."""
+        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         live = chain.from_iterable(group["params"] for group in self.param_groups)
         for saved_id, param in zip(saved_ids, live, strict=True):
-            saved = state_dict["state"].get(saved_id)
+            saved = loaded["state"].get(saved_id)
             if saved is not None:
                 restore_precision(param, self._states[param], saved, self._control.form)
-        self._control.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_control": self._control.fresh()}
@@ -337,6 +348,15 @@ class FusedAdamW(AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.setdefault("_control", Control())
+
+
+def _supported(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict`; ValueError if it was written with a setting that is not supported."""
+    for group in state_dict["param_groups"]:
+        reason = unsupported_in_group({**group, "params": []})
+        if reason:
+            raise ValueError(f"FusedAdamW cannot continue a state that was saved with {reason}")
+    return state_dict
 
 
 class FP32MasterAdamW(FusedAdamW):

@@ -51,6 +51,11 @@ def refuse_several_devices(params: Sequence[Tensor]) -> None:
         )
 
 
+def is_capturing(tensors: Sequence[Tensor]) -> bool:
+    """Whether work on these tensors' device is recorded into a CUDA graph now."""
+    return tensors[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_sparse(grad: Tensor) -> None:
     """ValueError for a gradient that is not dense."""
     if grad.layout != torch.strided:
@@ -102,6 +107,11 @@ def clip_groups(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list
     return ids, limits
 
 
+def grouping(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """What decides which parameter has which hyperparameters and who is clipped with whom: sizes, clip groups."""
+    return [len(group["params"]) for group in param_groups], clip_groups(param_groups)[0]
+
+
 def clip_limits(param_groups: Sequence[dict[str, Any]], max_norm: float | None) -> list[float | None]:
     """The limit of each clip group when the global one is `max_norm`."""
     return [max_norm, *clip_groups(param_groups)[1]]
@@ -122,4 +132,11 @@ def unsupported_in_group(group: dict[str, Any]) -> str | None:
     for param in group["params"]:
         if not param.is_floating_point():
             return f"a parameter of dtype {param.dtype} (shape {tuple(param.shape)})"
+        if _is_expanded(param):
+            return f"an expanded parameter (shape {tuple(param.shape)}, strides {param.stride()}; clone it)"
     return None
+
+
+def _is_expanded(param: Tensor) -> bool:
+    """Whether several elements are one place in memory."""
+    return param.numel() > 0 and any(s == 0 and n > 1 for s, n in zip(param.stride(), param.shape, strict=True))

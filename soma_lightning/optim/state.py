@@ -64,6 +64,8 @@ def ready_state(param: Tensor, state: dict[str, Any], form: StateFormat, *, mast
             # Somebody loaded or changed the parameter: a master is valid where it rounds to its parameter.
             master = torch.where(master.to(param.dtype) == param, master, param.detach().to(torch.float32))
         state[MASTER_KEY] = master
+    else:
+        state.pop(MASTER_KEY, None)  # of a parameter that was converted: it would win over the parameter's own values
     return state
 
 

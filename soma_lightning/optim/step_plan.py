@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from soma_kernels.optim.plan import EMPTY_GRADIENT, StateTable, StepTable, Variant, WorkList
-from soma_lightning.optim.groups import clip_groups, local, local_grad, refuse_several_devices, refuse_sparse
+from soma_lightning.optim.groups import clip_groups, grouping, local, local_grad, refuse_several_devices, refuse_sparse
 from soma_lightning.optim.state import MASTER_KEY, ready_state
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _TABLE_KEYS = ("exp_avg", "exp_avg_sq", MASTER_KEY, "step")
 grad_of = operator.attrgetter("grad")
 requires_grad = operator.attrgetter("requires_grad")
 _version_of = operator.attrgetter("_version")
+_dtype_of = operator.attrgetter("dtype")
+_bytes_of = operator.attrgetter("nbytes")
 
 
 class StepPlan:
@@ -55,9 +57,12 @@ class StepPlan:
         targets = [self.staged.get(i, p) for i, p in enumerate(self._locals)]
         self.states = StateTable(targets, exp_avgs, exp_avg_sqs, masters, steps)
         self._addresses = list(map(Tensor.data_ptr, self._locals))
+        self._bytes = list(map(_bytes_of, self._locals))
+        #: Parameters cut from one buffer share a version counter.
+        self._own_versions = len({p.untyped_storage().data_ptr() for p in self._locals}) == len(self._locals)
         self._mastered = [p for p, master in zip(self.params, masters, strict=True) if master is not None]
         self._versions = list(map(_version_of, self._mastered))
-        self._grouping = _grouping(optimizer.param_groups)
+        self._grouping = grouping(optimizer.param_groups)
         self.work = self._work_list(optimizer)
         self.table = StepTable(self.work)
 
@@ -92,9 +97,9 @@ class StepPlan:
     def _find_irregular(self) -> None:
         """Parameters that need a second look in every step."""
         self._grad_dtypes = [p.dtype if p.grad is None else p.grad.dtype for p in self.params]
-        #: torch gives every gradient `grad_dtype`, unless that is None or was set after the gradient.
-        self._free_dtype = [
-            i for i, (p, dtype) in enumerate(zip(self.params, self._grad_dtypes, strict=True)) if p.grad_dtype != dtype
+        #: The dtypes of these parameters do not show in their gradients.
+        self._unlike = [
+            (p, p.dtype) for p, dtype in zip(self.params, self._grad_dtypes, strict=True) if p.dtype != dtype
         ]
         self._empty = [i for i, p in enumerate(self._locals) if p.numel() == 0]
         #: Dense stand-ins for parameters whose memory has gaps: copied in before the update and out after it.
@@ -113,14 +118,13 @@ class StepPlan:
         """Whether this step can use the plan. grads: of `everyone`, None where there is none or it does not count."""
         if len(everyone) != len(self.everyone) or not all(map(operator.is_, everyone, self.everyone)):
             return False
-        if _grouping(optimizer.param_groups) != self._grouping:
+        if grouping(optimizer.param_groups) != self._grouping:
             return False
-        if not self.complete and _count_present(grads) != _count_present([grads[i] for i in self.members]):
+        present = grads if self.complete else [grads[i] for i in self.members]
+        if not self.complete and _count_present(grads) != _count_present(present):
             return False
-        for i in self._free_dtype:
-            grad = grads[self.members[i]]
-            if grad is not None and grad.dtype != self._grad_dtypes[i]:
-                return False
+        if not self._dtypes_fit(present):
+            return False
         control = optimizer._control
         if control.state_was_seen and not self._state_is_in_place(optimizer):
             return False
@@ -128,14 +132,25 @@ class StepPlan:
         if self._mastered and list(map(_version_of, self._mastered)) != self._versions:
             return False
         now = [local(p) for p in self.params] if self._distributed else self._locals
-        return list(map(Tensor.data_ptr, now)) == self._addresses
+        # A part of a parameter, or another dtype in memory that was free again, can start where the parameter did.
+        return list(map(Tensor.data_ptr, now)) == self._addresses and list(map(_bytes_of, now)) == self._bytes
+
+    def _dtypes_fit(self, grads: Sequence[Tensor | None]) -> bool:
+        present = [grad for grad in grads if grad is not None]
+        expected: Sequence[torch.dtype] = self._grad_dtypes
+        if len(present) != len(grads):
+            expected = [dtype for grad, dtype in zip(grads, expected, strict=True) if grad is not None]
+        return list(map(_dtype_of, present)) == expected and all(p.dtype == dtype for p, dtype in self._unlike)
 
     def _state_is_in_place(self, optimizer: FusedAdamW) -> bool:
-        columns = list(zip(_TABLE_KEYS, self.states.tensors[1:], strict=True))
+        columns = list(zip(_TABLE_KEYS, self.states.tensors[1:], self.states.rows[1:], strict=True))
         for i, param in enumerate(self.params):
             state = optimizer._states.get(param) or {}
-            if any(_local_or_none(state.get(key)) is not column[i] for key, column in columns):
-                return False
+            for key, tensors, addresses in columns:
+                tensor = _local_or_none(state.get(key))
+                # The same object can have been moved through `.data`.
+                if tensor is not tensors[i] or (tensor is not None and tensor.data_ptr() != addresses[i]):
+                    return False
         return True
 
     # ------------------------------------------------------------------ every step
@@ -188,17 +203,12 @@ class StepPlan:
         written = [p for i, p in enumerate(self.params) if i not in absent] if absent else self.params
         torch.autograd.graph.increment_version(written)
         # A stand-in's copy counts by itself; everything else that was written moved by one.
-        by_one = not absent and not self.staged
+        by_one = self._own_versions and not absent and not self.staged
         self._versions = [v + 1 for v in self._versions] if by_one else list(map(_version_of, self._mastered))
 
     def versions_of_masters(self) -> dict[Tensor, int]:
         """Parameter -> its version when its master was last written."""
         return dict(zip(self._mastered, self._versions, strict=True))
-
-
-def _grouping(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """What decides which parameter has which hyperparameters and who is clipped with whom."""
-    return [len(group["params"]) for group in param_groups], clip_groups(param_groups)[0]
 
 
 def _lay_out_like(param: Tensor, state: dict[str, Any]) -> None:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from soma_kernels.optim.plan import KERNEL_DTYPES, Hyper
 from soma_kernels.optim.reference import GradStats
 from soma_kernels.runtime import device_facts, has_triton, is_interpreter
 from soma_lightning.optim.clipping import ClipRule
-from soma_lightning.optim.groups import clip_limits
+from soma_lightning.optim.groups import clip_limits, is_capturing
 from soma_lightning.optim.step_plan import StepPlan, grad_of, requires_grad
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def _number_or_device_tensor(value: float | Tensor) -> float | Tensor:
 
 
 def _refuse_in_capture(params: Sequence[Tensor]) -> None:
-    if params[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(params):
         raise RuntimeError(
             "this optimizer step has to prepare memory (it is the first one, or parameters, gradients or state changed "
             "since the last) and cannot be captured in a CUDA graph; run one step before the capture"

@@ -210,7 +210,8 @@ class WorkList:
 class StateTable:
     """Addresses of what the update writes: [5, n] int64 rows param, exp_avg, exp_avg_sq, master (0: none), step.
 
-    The tensors are held, so that no address outlives its memory.
+    The tensors are held, so that no address outlives its memory, unless somebody assigns to their `.data`. rows: the
+    addresses on the host.
     """
 
     def __init__(
@@ -224,8 +225,8 @@ class StateTable:
         columns = (params, exp_avgs, exp_avg_sqs, masters, steps)
         self.params = tuple(params)
         self.tensors = (self.params, tuple(exp_avgs), tuple(exp_avg_sqs), tuple(masters), tuple(steps))
-        rows = [[0 if t is None else t.data_ptr() for t in column] for column in columns]
-        self.addresses = upload(np.array(rows, dtype=np.int64), steps[0].device)
+        self.rows = [[0 if t is None else t.data_ptr() for t in column] for column in columns]
+        self.addresses = upload(np.array(self.rows, dtype=np.int64), steps[0].device)
 
 
 class StepTable:

@@ -1,0 +1,276 @@
+"""What others do to parameters, gradients and state between two steps, on every way FusedAdamW can step.
+
+Each change here keeps something that a prepared step could trust: an object, an address, an order.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from soma_lightning import FusedAdamW
+from soma_lightning.optim.control import GradientMark
+from soma_lightning.optim.triton_step import TritonStep
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+Make = Callable[..., FusedAdamW]
+
+
+@pytest.fixture(params=["reference", "triton"])
+def make(request: pytest.FixtureRequest, device: torch.device) -> Make:
+    """FusedAdamW that steps in one of its ways; `device` makes sure that the kernels can run."""
+
+    def fused(params: Any, **settings: Any) -> FusedAdamW:
+        return FusedAdamW(params, implementation=request.param, **settings)
+
+    return fused
+
+
+def weights(device: torch.device, size: int = 64, dtype: torch.dtype = FP32) -> nn.Parameter:
+    return nn.Parameter(torch.linspace(-1, 1, size, device=device).to(dtype))
+
+
+def step_with(optimizer: FusedAdamW, param: nn.Parameter, value: float = 1.0) -> None:
+    param.grad = torch.full_like(param, value)
+    optimizer.step()
+
+
+# ---------------------------------------------------------------------- parameters
+
+
+def test_gradients_may_get_another_dtype_later(device: torch.device, make: Make) -> None:
+    param = weights(device, dtype=BF16)
+    optimizer = make([param], state_dtype=FP32, weight_decay=0.0)
+    step_with(optimizer, param)
+    optimizer.zero_grad()
+    param.grad_dtype = FP32
+    param.grad = torch.ones(64, device=device)
+    optimizer.step()
+    assert optimizer.last_grad_norm.item() == 8.0
+    assert torch.allclose(optimizer.state[param]["exp_avg"], torch.full((64,), 0.19, device=device))
+
+
+def test_another_dtype_at_the_same_address_is_noticed(device: torch.device, make: Make) -> None:
+    """fp16 to fp32 to bf16 can end in the memory where it began."""
+    param = weights(device, dtype=FP16)
+    optimizer = make([param], lr=0.125, weight_decay=0.0, state_dtype=FP32)
+    step_with(optimizer, param)
+    values = param.detach().clone()
+    param.grad = None
+    param.data = param.data.view(BF16).copy_(values)
+    before = param.detach().float()
+    step_with(optimizer, param)
+    assert optimizer.last_grad_norm.item() == 8.0
+    assert torch.allclose(before - param.float(), torch.full((64,), 0.125, device=device), atol=5e-3)
+
+
+def test_another_dtype_under_gradients_that_do_not_follow_is_noticed(device: torch.device, make: Make) -> None:
+    param = weights(device, dtype=FP16)
+    param.grad_dtype = FP32
+    optimizer = make([param], lr=0.125, weight_decay=0.0, state_dtype=FP32)
+    param.grad = torch.ones(64, device=device)
+    optimizer.step()
+    param.data = param.data.view(BF16).copy_(param.detach().clone())
+    before = param.detach().float()
+    optimizer.step()
+    assert torch.allclose(before - param.float(), torch.full((64,), 0.125, device=device), atol=5e-3)
+
+
+def test_a_parameter_cut_short_in_place_is_refused(device: torch.device, make: Make) -> None:
+    """The part starts where the whole did: a step by the old size would write behind the parameter's end."""
+    param = weights(device)
+    optimizer = make([param])
+    step_with(optimizer, param)
+    whole = param.data
+    kept = whole.clone()
+    param.grad = None
+    param.data = whole[:32]
+    with pytest.raises(ValueError, match=r"parameter of shape \(32,\) has 'exp_avg' of shape \(64,\)"):
+        step_with(optimizer, param)
+    assert torch.equal(whole, kept)
+
+
+def test_a_parameter_that_became_fp32_loses_its_master(device: torch.device, make: Make) -> None:
+    """The old master would win over every value that the parameter is given from then on."""
+    param = weights(device, dtype=BF16)
+    optimizer = make([param], master_weights=True, weight_decay=0.0)
+    step_with(optimizer, param)
+    param.grad = None
+    param.data = param.data.float()
+    with torch.no_grad():
+        param.fill_(100.0)
+    step_with(optimizer, param)
+    assert param.min().item() == pytest.approx(100.0, abs=0.01)
+    assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_parameters_cut_from_one_buffer_keep_their_plan(device: torch.device) -> None:
+    """They share a version counter, which moves once for each of them."""
+    flat = torch.linspace(-1, 1, 96, device=device).bfloat16()
+    params = [nn.Parameter(part) for part in (flat[:32], flat[32:64], flat[64:])]
+    optimizer = FusedAdamW(params, implementation="triton", master_weights=True)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    path = optimizer._control.path
+    assert isinstance(path, TritonStep)
+    assert path.plans_made == 1
+    with torch.no_grad():
+        flat.zero_()
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert not optimizer.state[params[0]]["soma_master"].abs().gt(0.01).any(), "a change of the buffer is noticed"
+
+
+def test_expanded_parameters_are_refused(device: torch.device, make: Make) -> None:
+    with pytest.raises(ValueError, match=r"expanded parameter \(shape \(4, 8\), strides \(1, 0\); clone it\)"):
+        make([nn.Parameter(torch.zeros(4, 1, device=device).expand(4, 8))])
+
+
+# ---------------------------------------------------------------------- state
+
+
+def test_state_moved_through_data_is_found(device: torch.device, make: Make) -> None:
+    """`value.data = value.data.to(device)` over a state is how many programs offload it: the objects stay."""
+    param = weights(device, dtype=BF16)
+    optimizer = make([param], master_weights=True)
+    step_with(optimizer, param)
+    for value in optimizer.state[param].values():
+        value.data = value.data.clone()
+    before = {key: value.clone() for key, value in optimizer.state[param].items()}
+    step_with(optimizer, param)
+    for key, value in optimizer.state[param].items():
+        assert not torch.equal(value, before[key]), key
+    assert optimizer.state[param]["step"].item() == 2.0
+
+
+def swapped(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {**state_dict, "state": {0: state_dict["state"][1], 1: state_dict["state"][0]}}
+
+
+def test_a_hook_that_rewrites_the_loaded_state_has_the_last_word(device: torch.device, make: Make) -> None:
+    a, b = weights(device, dtype=BF16), weights(device, dtype=BF16)
+    saved = make([a, b], master_weights=True)
+    a.grad, b.grad = torch.full_like(a, 1.001), torch.full_like(b, -3.003)
+    saved.step()
+    loaded = make([b, a], master_weights=True)
+    loaded.register_load_state_dict_pre_hook(swapped)
+    seen: list[Tensor] = []
+    loaded.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer.state[a]["exp_avg"]))
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for param in (a, b):
+        for key, value in saved.state[param].items():
+            assert torch.equal(loaded.state[param][key], value), key
+    assert seen[0].dtype == FP32, "a hook after loading sees what was loaded"
+    assert len(loaded._optimizer_load_state_dict_pre_hooks) == len(loaded._optimizer_load_state_dict_post_hooks) == 1
+
+
+def test_a_hook_that_hands_over_an_unsupported_state_is_caught_before_anything_changes(
+    device: torch.device, make: Make
+) -> None:
+    param = weights(device)
+    optimizer = make([param])
+    step_with(optimizer, param)
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def with_amsgrad(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "param_groups": [{**group, "amsgrad": True} for group in state_dict["param_groups"]]}
+
+    optimizer.register_load_state_dict_pre_hook(with_amsgrad)
+    before = optimizer.state[param]["exp_avg"]
+    with pytest.raises(ValueError, match="cannot continue a state that was saved with amsgrad=True"):
+        optimizer.load_state_dict(state)
+    assert optimizer.state[param]["exp_avg"] is before
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
+    assert not optimizer._optimizer_load_state_dict_post_hooks
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def test_statistics_of_a_parameter_in_another_group_are_taken_again(device: torch.device, make: Make) -> None:
+    """The gradients and their order are the same, and so are the limits; only who is clipped with whom is not."""
+    a, b, c = (weights(device, 4) for _ in range(3))
+    optimizer = make([{"params": [a, b]}, {"params": [c], "max_norm": 1.0}], lr=0.0)
+    for param in (a, b, c):
+        param.grad = torch.ones_like(param)  # norm 2
+    optimizer.grad_norm()
+    optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
+    optimizer.step()
+    used = [optimizer.state[param]["exp_avg"].norm().item() / 0.1 for param in (a, b, c)]
+    assert used == pytest.approx([2.0, 0.5**0.5, 0.5**0.5], rel=1e-5)
+
+
+def test_asking_for_the_norm_keeps_no_gradient_alive(device: torch.device, make: Make) -> None:
+    param = weights(device)
+    optimizer = make([param])
+    step_with(optimizer, param)
+    optimizer.grad_norm()
+    gradient = weakref.ref(param.grad)
+    optimizer.zero_grad()
+    gc.collect()
+    assert gradient() is None
+
+
+def test_a_mark_tells_gradients_apart() -> None:
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    mark = GradientMark.of([param.grad])
+    gc.collect()
+    assert mark.holds([param.grad])
+    assert mark.shares_one_with([torch.ones(3), param.grad])
+    param.grad.add_(1)
+    assert not mark.holds([param.grad])
+    assert mark.shares_one_with([param.grad])
+    param.grad = torch.ones(3)
+    assert not mark.holds([param.grad])
+    assert not mark.shares_one_with([param.grad])
+
+
+@pytest.mark.gpu
+def test_a_captured_step_takes_its_own_statistics() -> None:
+    """Those of a norm asked for before the capture would be replayed for whatever the gradients are then."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    param = weights(torch.device("cuda"))
+    optimizer = FusedAdamW([param], implementation="triton")
+    step_with(optimizer, param)
+    optimizer.grad_norm()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    assert param.grad is not None
+    param.grad.fill_(2.0)
+    graph.replay()
+    assert optimizer.last_grad_norm.item() == 16.0
+    param.grad.fill_(float("nan"))
+    graph.replay()
+    assert optimizer.skipped_steps.item() == 1
+    assert param.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_a_captured_norm_is_not_taken_for_a_known_one() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    param = weights(torch.device("cuda"))
+    optimizer = FusedAdamW([param], implementation="triton")
+    step_with(optimizer, param)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = optimizer.grad_norm()
+    optimizer.step()  # nothing was replayed: the recorded norm has no value yet
+    assert optimizer.last_grad_norm.item() == 8.0
+    graph.replay()
+    assert norm.item() == 8.0
