@@ -227,7 +227,9 @@ def test_ten_clipped_steps_are_torchs_to_a_few_roundings(device: torch.device, d
     """The bound of docs/numerics.md: torch rounds the norm and the clipped gradients to their dtype, we do not."""
     shapes = [(40, 9), (30,)]
     a, b = parameters(device, shapes, dtype), parameters(device, shapes, dtype)
-    ours, theirs = by_kernels(a, lr=1e-2), AdamW(b, lr=1e-2, fused=True)
+    # torch's fused CUDA kernel takes 1 - beta2 in fp32 and is off by 1.3e-5 in the second moment; the lists round after
+    # every operation, which only fp32 can afford.
+    ours, theirs = by_kernels(a, lr=1e-2), AdamW(b, lr=1e-2, fused=dtype != FP32, foreach=dtype == FP32)
     start = torch.cat([p.detach().flatten() for p in a])
     for step in range(10):
         set_gradients(a, b, step=step)

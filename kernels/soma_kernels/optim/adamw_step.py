@@ -2,7 +2,7 @@
 
 `_prepare_kernel` turns the statistics into the decision (clip coefficients, skip) and each tensor's scalars;
 `_adamw_kernel` reads gradient, parameter (or its fp32 master) and moments once and writes them once. Nothing is read
-by the host. AdamW: Loshchilov and Hutter 2019, algorithm 2, with torch's order of operations.
+by the host. AdamW: Loshchilov and Hutter 2019, algorithm 2.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _prepare_kernel(
     tl.store(row + 1, weight1.to(tl.float32), mask=valid)
     tl.store(row + 2, (1.0 - weight2).to(tl.float32), mask=valid)
     tl.store(row + 3, weight2.to(tl.float32), mask=valid)
-    tl.store(row + 4, (1.0 - lr * tl.load(hyper + 6, mask=valid, other=0.0)).to(tl.float32), mask=valid)
+    tl.store(row + 4, (lr * tl.load(hyper + 6, mask=valid, other=0.0)).to(tl.float32), mask=valid)
     tl.store(row + 5, (lr / correction1).to(tl.float32), mask=valid)
     tl.store(row + 6, (1.0 / tl.sqrt(correction2)).to(tl.float32), mask=valid)
     tl.store(row + 7, tl.load(hyper + 5, mask=valid, other=0.0).to(tl.float32), mask=valid)
@@ -130,9 +130,10 @@ def _update(
         if CLAMP:
             grad = tl.minimum(tl.maximum(grad, -max_value), max_value)
         exp_avg = tl.fma(weight1, grad - exp_avg, exp_avg)
-        exp_avg_sq = tl.fma(weight2 * grad, grad, beta2 * exp_avg_sq)
+        exp_avg_sq = tl.fma(beta2, exp_avg_sq, weight2 * grad * grad)
         denominator = tl.fma(tl.sqrt_rn(exp_avg_sq), root, eps)
-        weight = tl.fma(-step_size, tl.div_rn(exp_avg, denominator), weight * decay)
+        # Decay and step are added first, where rounding is small: the weight itself is rounded once.
+        weight -= tl.fma(step_size, tl.div_rn(exp_avg, denominator), weight * decay)
         store_rounded(m + at, exp_avg, mask, MASKED)
         store_rounded(v + at, exp_avg_sq, mask, MASKED)
         if MASTER:
