@@ -351,8 +351,14 @@ class FusedAdamW(AdamW):
 
 
 def _supported(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict`; ValueError if it was written with a setting that is not supported."""
+    """`state_dict`; ValueError if it was written with a setting that is not supported, or by another optimizer."""
     for group in state_dict["param_groups"]:
+        missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
+        if missing:
+            raise ValueError(
+                f"FusedAdamW cannot continue a state whose groups have no {', '.join(missing)}; "
+                "it was saved by another kind of optimizer"
+            )
         reason = unsupported_in_group({**group, "params": []})
         if reason:
             raise ValueError(f"FusedAdamW cannot continue a state that was saved with {reason}")

@@ -96,12 +96,17 @@ def local_grad(param: Tensor, grad: Tensor) -> Tensor:
 def clip_groups(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
     """Clip group of each parameter group, and the limits of the clip groups after the first.
 
-    Clip group 0 holds every group without a limit of its own.
+    Clip group 0 holds every group without a limit of its own. Raises ValueError for a limit that is not positive.
     """
     ids, limits = [], []
-    for group in param_groups:
+    for position, group in enumerate(param_groups):
         own = group.get(GROUP_LIMIT)
         if own is not None:
+            if not own > 0:
+                raise ValueError(
+                    f"{GROUP_LIMIT}={own} of parameter group {position} must be positive; "
+                    "leave it out for the global limit"
+                )
             limits.append(float(own))
         ids.append(0 if own is None else len(limits))
     return ids, limits

@@ -39,13 +39,19 @@ def ready_state(param: Tensor, state: dict[str, Any], form: StateFormat, *, mast
     """Creates what is missing in `state` and moves or converts what is elsewhere; returns `state`.
 
     master_is_current: nobody but the optimizer changed the parameter since its master was written.
-    Raises ValueError for a tensor of another shape than the parameter's.
+    Raises ValueError for a state without step or moments and for a tensor of another shape than the parameter's.
     """
     dtype = form.moment_dtype(param)
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         state["exp_avg"] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
+    if missing:
+        raise ValueError(
+            f"the optimizer state of a parameter of shape {tuple(param.shape)} has {', '.join(map(repr, state))} "
+            f"but no {', '.join(map(repr, missing))}; it was saved by another kind of optimizer"
+        )
     for key in ("exp_avg", "exp_avg_sq", MASTER_KEY):
         if key in state and state[key].shape != param.shape:
             raise ValueError(
@@ -60,7 +66,8 @@ def ready_state(param: Tensor, state: dict[str, Any], form: StateFormat, *, mast
         master = state.get(MASTER_KEY)
         if master is None:
             master = param.detach().to(torch.float32)
-        elif not master_is_current:
+        master = master.to(param.device, torch.float32)
+        if not master_is_current:
             # Somebody loaded or changed the parameter: a master is valid where it rounds to its parameter.
             master = torch.where(master.to(param.dtype) == param, master, param.detach().to(torch.float32))
         state[MASTER_KEY] = master

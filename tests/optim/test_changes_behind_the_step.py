@@ -155,6 +155,18 @@ def test_state_moved_through_data_is_found(device: torch.device, make: Make) -> 
     assert optimizer.state[param]["step"].item() == 2.0
 
 
+def test_a_master_of_another_dtype_is_converted(device: torch.device, make: Make) -> None:
+    param = weights(device, dtype=BF16)
+    optimizer = make([param], master_weights=True, weight_decay=0.0)
+    step_with(optimizer, param)
+    state = optimizer.state[param]
+    exact = state["soma_master"].clone()
+    state["soma_master"] = exact.double()
+    step_with(optimizer, param)
+    assert state["soma_master"].dtype == FP32
+    assert torch.allclose(state["soma_master"], exact - 1e-3, atol=1e-5)
+
+
 def swapped(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": {0: state_dict["state"][1], 1: state_dict["state"][0]}}
 
@@ -194,6 +206,35 @@ def test_a_hook_that_hands_over_an_unsupported_state_is_caught_before_anything_c
     assert optimizer.state[param]["exp_avg"] is before
     assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
     assert not optimizer._optimizer_load_state_dict_post_hooks
+
+
+def test_a_state_of_another_optimizer_is_refused_by_name(device: torch.device, make: Make) -> None:
+    param = weights(device)
+    momentum = torch.optim.SGD([param], momentum=0.9)
+    param.grad = torch.ones_like(param)
+    momentum.step()
+    optimizer = make([param])
+    with pytest.raises(ValueError, match="whose groups have no betas, eps; it was saved by another kind of optimizer"):
+        optimizer.load_state_dict(momentum.state_dict())
+    optimizer.state[param] = momentum.state[param]
+    match = r"shape \(64,\) has 'momentum_buffer' but no 'step', 'exp_avg', 'exp_avg_sq'; it was saved by another kind"
+    with pytest.raises(ValueError, match=match):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("limit", [-1.0, 0.0, float("nan")])
+def test_a_limit_of_a_group_that_makes_no_sense_later_is_refused(
+    device: torch.device, make: Make, limit: float
+) -> None:
+    """A negative one would turn every gradient around."""
+    a, b = weights(device), weights(device)
+    optimizer = make([{"params": [a]}, {"params": [b]}])
+    step_with(optimizer, b)
+    before = b.detach().clone()
+    optimizer.param_groups[1]["max_norm"] = limit
+    with pytest.raises(ValueError, match=f"max_norm={limit} of parameter group 1 must be positive"):
+        optimizer.step()
+    assert torch.equal(b, before)
 
 
 # ---------------------------------------------------------------------- gradients
