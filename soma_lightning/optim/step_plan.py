@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from soma_kernels.optim.plan import EMPTY_GRADIENT, StateTable, StepTable, Variant, WorkList
-from soma_lightning.optim.groups import clip_groups, grouping, local, local_grad, refuse_several_devices, refuse_sparse
+from soma_lightning.optim.groups import (
+    clip_groups,
+    grouping,
+    local,
+    local_grad,
+    refuse_divided,
+    refuse_several_devices,
+    refuse_sparse,
+)
 from soma_lightning.optim.state import MASTER_KEY, ready_state
 
 if TYPE_CHECKING:
@@ -48,6 +56,8 @@ class StepPlan:
         self.complete = len(self.members) == len(everyone)
         self.params = [everyone[i] for i in self.members]
         refuse_several_devices(self.params)
+        if optimizer.ownership is None:
+            refuse_divided(optimizer.param_groups)
         self._make_state_ready(optimizer)
         self._locals = [local(p) for p in self.params]
         self._distributed = any(map(operator.is_not, self.params, self._locals))

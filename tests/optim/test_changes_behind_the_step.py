@@ -9,6 +9,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,27 @@ def test_parameters_cut_from_one_buffer_keep_their_plan(device: torch.device) ->
 def test_expanded_parameters_are_refused(device: torch.device, make: Make) -> None:
     with pytest.raises(ValueError, match=r"expanded parameter \(shape \(4, 8\), strides \(1, 0\); clone it\)"):
         make([nn.Parameter(torch.zeros(4, 1, device=device).expand(4, 8))])
+
+
+class Divided(nn.Parameter):
+    """Looks like a DTensor of two processes."""
+
+    device_mesh = SimpleNamespace(size=lambda: 2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_divided_parameters_need_an_owner(device: torch.device, make: Make, late: bool) -> None:
+    """Without one, every process would clip by the norm of its own part."""
+    plain, divided = weights(device), Divided(torch.ones(4, device=device))
+    optimizer = make([plain])
+    if late:
+        step_with(optimizer, plain)
+    optimizer.add_param_group({"params": [divided]})
+    divided.grad = torch.ones_like(divided)
+    before = plain.detach().clone()
+    with pytest.raises(ValueError, match=r"shape \(4,\) is divided among 2 processes; set FusedAdamW.ownership"):
+        step_with(optimizer, plain)
+    assert torch.equal(plain, before)
 
 
 # ---------------------------------------------------------------------- state
