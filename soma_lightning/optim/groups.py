@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from soma_lightning.optim.clipping import ClipRule
+
 #: Group setting: the group is clipped by its own norm to this limit, and does not count in the norm of the others.
 GROUP_LIMIT = "max_norm"
 
@@ -117,9 +119,15 @@ def grouping(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list[in
     return [len(group["params"]) for group in param_groups], clip_groups(param_groups)[0]
 
 
-def clip_limits(param_groups: Sequence[dict[str, Any]], max_norm: float | None) -> list[float | None]:
-    """The limit of each clip group when the global one is `max_norm`."""
-    return [max_norm, *clip_groups(param_groups)[1]]
+def clip_limits(param_groups: Sequence[dict[str, Any]], rule: ClipRule) -> list[float | None]:
+    """The limit of each clip group under `rule`; ValueError if it clips by value and a group by norm."""
+    own = clip_groups(param_groups)[1]
+    if own and rule.max_value is not None:
+        raise ValueError(
+            f"max_value={rule.max_value}, but a parameter group has {GROUP_LIMIT}={own[0]}; clip by norm or by value, "
+            "not both"
+        )
+    return [rule.max_norm, *own]
 
 
 def unsupported_in_group(group: dict[str, Any]) -> str | None:

@@ -36,7 +36,7 @@ class ReferenceWork:
 
     def update(self, optimizer: FusedAdamW, stats: GradStats, rule: ClipRule) -> None:
         """Applies `rule` and AdamW, or counts a skipped step."""
-        limits = clip_limits(optimizer.param_groups, rule.max_norm)
+        limits = clip_limits(optimizer.param_groups, rule)
         normalize = rule.normalizer is not None
         decision = decide(stats, max_norm=limits, normalize=normalize)
         self._record(optimizer, decision)

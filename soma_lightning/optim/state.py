@@ -59,7 +59,7 @@ def ready_state(param: Tensor, state: dict[str, Any], form: StateFormat, *, mast
                 f"{tuple(state[key].shape)}; it was saved for other parameters or in another order"
             )
     # torch.optim.AdamW keeps `step` on the CPU, and so does a checkpoint of it.
-    state["step"] = state["step"].to(param.device, torch.float32)
+    state["step"] = state["step"].to(param.device, torch.float32).reshape(())
     for key in ("exp_avg", "exp_avg_sq"):
         state[key] = state[key].to(param.device, dtype)
     if form.needs_master(param):

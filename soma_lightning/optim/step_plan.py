@@ -7,6 +7,7 @@ tensors that may have been replaced, if anybody had `optimizer.state` in hands.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection, Sequence
 from itertools import repeat
@@ -68,6 +69,7 @@ class StepPlan:
         self.states = StateTable(targets, exp_avgs, exp_avg_sqs, masters, steps)
         self._addresses = list(map(Tensor.data_ptr, self._locals))
         self._bytes = list(map(_bytes_of, self._locals))
+        self._refuse_overlap()
         #: Parameters cut from one buffer share a version counter.
         self._own_versions = len({p.untyped_storage().data_ptr() for p in self._locals}) == len(self._locals)
         self._mastered = [p for p, master in zip(self.params, masters, strict=True) if master is not None]
@@ -103,6 +105,22 @@ class StepPlan:
             num_clips=1 + len(own_limits),
             counted=None if optimizer.ownership is None else optimizer.ownership.counted(self.params),
         )
+
+    def _refuse_overlap(self) -> None:
+        """ValueError if two parameters share memory: programs that run at once would both write it."""
+        spans = [
+            (address, address + size, i)
+            for i, (address, size) in enumerate(zip(self._addresses, self._bytes, strict=True))
+            if size and i not in self.staged
+        ]
+        spans.sort()
+        for (_, end, i), (start, _, j) in itertools.pairwise(spans):
+            if start < end:
+                first, second = (tuple(self.params[k].shape) for k in (i, j))
+                raise ValueError(
+                    f"parameters of shapes {first} and {second} share memory; use one parameter in both places, or "
+                    "implementation='reference'"
+                )
 
     def _find_irregular(self) -> None:
         """Parameters that need a second look in every step."""

@@ -101,6 +101,7 @@ class TritonStep:
         None if no parameter has a gradient. Raises ValueError for a sparse gradient, RuntimeError if something must be
         prepared while a CUDA graph is captured.
         """
+        limits = clip_limits(optimizer.param_groups, rule)
         everyone = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         grads: list[Tensor | None] = list(map(grad_of, everyone))
         if not all(map(requires_grad, everyone)):
@@ -121,7 +122,7 @@ class TritonStep:
             optimizer._control.known = None  # its partial sums are in the old plan's order
         present = grads if plan.complete else [grads[i] for i in plan.members]
         present_grads, addresses, copies = plan.read(present)
-        plan.table.write(addresses, _hypers(optimizer.param_groups), clip_limits(optimizer.param_groups, rule.max_norm))
+        plan.table.write(addresses, _hypers(optimizer.param_groups), limits)
         complete = len(present_grads) == len(present)
         absent = () if complete else {i for i, g in enumerate(present) if g is None}
         return TritonWork(plan, present_grads, absent, copies)

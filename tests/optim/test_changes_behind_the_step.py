@@ -301,6 +301,66 @@ def test_a_mark_tells_gradients_apart() -> None:
     assert not mark.shares_one_with([param.grad])
 
 
+# ---------------------------------------------------------------------- settings at their ends
+
+
+def test_parameters_that_share_memory_are_refused_by_kernels(device: torch.device) -> None:
+    param = weights(device)
+    tied, apart = nn.Parameter(param.data[10:20]), nn.Parameter(torch.ones(3, device=device))
+    optimizer = FusedAdamW([param, tied, apart], implementation="triton")
+    for p in (param, tied, apart):
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"shapes \(64,\) and \(10,\) share memory; use one parameter in both places"):
+        optimizer.step()
+
+
+def test_without_a_first_moment_the_gradient_alone_decides(make: Make, device: torch.device) -> None:
+    param = nn.Parameter(torch.zeros(3, device=device))
+    optimizer = make([param], lr=1.0, betas=(0.0, 0.0), weight_decay=0.0)
+    for value in (1e6, 1e-3):
+        step_with(optimizer, param, value)
+    assert optimizer.state[param]["exp_avg"].tolist() == pytest.approx([1e-3] * 3, rel=1e-6)
+    assert param.tolist() == pytest.approx([-2.0] * 3, rel=1e-4)
+
+
+def test_a_group_with_a_limit_is_not_clipped_by_value(make: Make, device: torch.device) -> None:
+    param = weights(device)
+    optimizer = make([{"params": [param], "max_norm": 0.5}])
+    optimizer.clip(max_value=1.0)
+    with pytest.raises(ValueError, match="max_value=1.0, but a parameter group has max_norm=0.5; clip by norm or by"):
+        step_with(optimizer, param)
+    assert not optimizer.state[param]
+
+
+def test_a_limit_beyond_fp32_limits_nothing(make: Make, device: torch.device) -> None:
+    params = [weights(device), weights(device)]
+    for param, rule in zip(params, ({}, {"max_value": 1e300}), strict=True):
+        optimizer = make([param])
+        optimizer.clip(**rule)
+        step_with(optimizer, param)
+    assert torch.equal(*params)
+
+
+def test_a_step_counter_of_one_element_is_a_number(make: Make, device: torch.device) -> None:
+    param = weights(device)
+    optimizer = make([param])
+    step_with(optimizer, param)
+    optimizer.state[param]["step"] = torch.ones(1)
+    step_with(optimizer, param)
+    assert optimizer.state[param]["step"].shape == ()
+    assert optimizer.state[param]["step"].item() == 2.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_largest_magnitude_of_a_bad_gradient_is_not_a_number(make: Make, device: torch.device, bad: float) -> None:
+    param = weights(device)
+    optimizer = make([param])
+    optimizer.norm_type = float("inf")
+    step_with(optimizer, param, bad)
+    assert optimizer.last_grad_norm.isnan()
+    assert optimizer.skipped_steps.item() == 1
+
+
 @pytest.mark.gpu
 def test_a_captured_step_takes_its_own_statistics() -> None:
     """Those of a norm asked for before the capture would be replayed for whatever the gradients are then."""

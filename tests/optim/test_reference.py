@@ -84,7 +84,7 @@ def test_the_normalizer_divides_before_the_norm() -> None:
         assert decision.scale.item() == pytest.approx(0.1 * 0.25 / 0.5, rel=1e-5)
 
 
-@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("gradient", [0.0, 1.0])
 def test_a_step_with_an_unusable_normalizer_is_not_taken(value: float, gradient: float) -> None:
     stats = grad_stats([torch.full((2,), gradient)])

@@ -646,7 +646,7 @@ def test_the_first_bad_parameter_is_named_among_absent_and_sorted_ones(device: t
     assert ours.first_nonfinite_parameter() is params[1]
 
 
-@pytest.mark.parametrize("normalizer", [0.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("normalizer", [0.0, -1.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_a_normalizer_that_makes_no_sense_skips(device: torch.device, normalizer: float, as_tensor: bool) -> None:
     params = parameters(device, [(3,)])

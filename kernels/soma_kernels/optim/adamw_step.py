@@ -56,7 +56,7 @@ def _prepare_kernel(
     if NORMALIZE:
         inverse = 1.0 / tl.load(vector + 1)
     norm = _norm_of(total, inverse, INF)
-    take = (tl.load(vector) == 0) & (norm < float("inf")) & (inverse != 0)
+    take = (tl.load(vector) == 0) & (norm < float("inf")) & (inverse > 0)
 
     reals = words.to(tl.pointer_type(tl.float64)) + num_tensors
     i_tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -91,7 +91,8 @@ def _prepare_kernel(
     tl.store(row + 8, present.to(tl.float32) * take.to(tl.float32), mask=valid)
     if tl.program_id(0) == 0:
         skipped = 1 - take.to(tl.int64)
-        tl.store(norm_out, norm)
+        # A maximum over processes can drop a NaN, the count cannot.
+        tl.store(norm_out, tl.where(tl.load(vector) == 0, norm, float("nan")) if INF else norm)
         tl.store(counters, tl.load(counters) + skipped)
         tl.store(counters + 1, (tl.load(counters + 1) + 1) * skipped)
 
@@ -129,7 +130,9 @@ def _update(
         weight = load_fp32((w if MASTER else p) + at, mask, MASKED)
         if CLAMP:
             grad = tl.minimum(tl.maximum(grad, -max_value), max_value)
-        exp_avg = tl.fma(weight1, grad - exp_avg, exp_avg)
+        # From the nearer end, as torch.lerp: with a small beta1 the old moment must not cancel the gradient.
+        near = tl.where(weight1 >= 0.5, grad, exp_avg)
+        exp_avg = tl.fma(tl.where(weight1 >= 0.5, weight1 - 1.0, weight1), grad - exp_avg, near)
         exp_avg_sq = tl.fma(beta2, exp_avg_sq, weight2 * grad * grad)
         denominator = tl.fma(tl.sqrt_rn(exp_avg_sq), root, eps)
         # Decay and step are added first, where rounding is small: the weight itself is rounded once.
@@ -205,7 +208,7 @@ def adamw_step_(
     counters: [2] int64 on the device, skipped steps in all and in a row; updated in place. normalize: gradients are
     divided by `stats.vector[1]`. max_value: every scaled gradient is clamped to [-max_value, max_value].
     Returns the global norm after normalization and before clipping, a new 0-d fp32 tensor. A step with a non-finite
-    gradient, norm or normalizer, or a normalizer of zero, changes nothing but the counters.
+    gradient, norm or normalizer, or a normalizer that is not positive, changes nothing but the counters.
     """
     norm = torch.empty((), dtype=torch.float32, device=work.device)
     key = ("adamw_step", stats.norm_type, normalize, max_value is None)

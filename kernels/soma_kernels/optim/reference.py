@@ -35,7 +35,8 @@ class GradStats(NamedTuple):
     piece is a gradient here and a part of one in the kernels; it is non-finite when the piece holds a NaN or an
     infinity, or overflows when squared.
     vector: [2 + k], same dtype: how many pieces are non-finite; the normalizer (1 until somebody sets it); the sum (or
-    maximum) of each clip group. One all-reduce of it (SUM, or MAX for `inf`) makes it global.
+    maximum) of each clip group. One all-reduce (SUM) makes it global; for `inf` a MAX, but for the normalizer, which
+    stays a sum.
     norm_type: 2.0 or inf.
     """
 
@@ -138,8 +139,8 @@ def decide(
     max_norm: the norm of each clip group is clipped to this value: coefficient min(1, max_norm / (norm + 1e-6)). None:
     no clipping; a sequence has one limit a clip group.
     normalize: every gradient is divided by `stats.vector[1]` first (the number of samples behind a summed loss).
-    A step is not taken when a gradient is non-finite, when the sum of squares overflows, or when the normalizer is
-    zero or non-finite.
+    A step is not taken when a gradient is non-finite, when the sum of squares overflows, or when the normalizer is not
+    positive and finite.
     """
     squares = torch.cat([stats.total.reshape(1), stats.groups])
     norms = squares.sqrt() if stats.norm_type == 2.0 else squares
@@ -148,8 +149,10 @@ def decide(
     if normalize:
         inverse = 1 / stats.vector[1]
         norms, scale = norms * inverse.abs(), scale * inverse
-        take = take & (inverse != 0)  # 1 / 0 makes the norm infinite or NaN, 1 / inf makes the scale 0
+        take = take & (inverse > 0)  # 1 / 0 makes the norm infinite or NaN, 1 / inf makes the scale 0
     take = take & norms[0].isfinite()
+    # A maximum over processes can drop a NaN, the count cannot.
+    norm = norms[0] if stats.norm_type == 2.0 else torch.where(stats.nonfinite == 0, norms[0], torch.nan)
     limits = list(max_norm) if isinstance(max_norm, Sequence) else [max_norm] * len(scale)
     if any(limit is not None for limit in limits):
         coefficients = [
@@ -157,7 +160,7 @@ def decide(
             for limit, norm in zip(limits, norms[1:].unbind(), strict=True)
         ]
         scale = scale * torch.stack(coefficients)
-    return Decision(norms[0], scale, take)
+    return Decision(norm, scale, take)
 
 
 def _host_scalar(value: float | Tensor) -> float | Tensor:
@@ -174,6 +177,7 @@ def _scaled_grads(
         # A 0-d gradient times a 0-d tensor would take the wider dtype of the two.
         result = [g.to(dtype) for g, dtype in zip(torch._foreach_mul(result, scale), dtypes, strict=True)]
     if max_value is not None:
+        max_value = min(max_value, torch.finfo(torch.float32).max)
         result = list(torch._foreach_clamp_min(result, -max_value))
         torch._foreach_clamp_max_(result, max_value)
     return result
