@@ -212,7 +212,7 @@ def clip_scales(problem: Problem, grads: Sequence[Tensor], limits: Sequence[floa
 def test_a_hundred_steps_of_all_common_variants_in_one_call(device: torch.device, tiles: Tiles) -> None:
     """Two hyperparameter groups, two clip groups, clipping at work; the bar is torch with the same dtypes."""
     # The interpreter needs 20 ms for one tensor's step: there, what `test_every_combination` does with few steps too.
-    variants = COMMON if device.type == "cuda" else [COMMON[i] for i in (0, 1, 3, 5, 6)]
+    variants = COMMON if device.type == "cuda" else [COMMON[i] for i in (0, 1, 3, 5)]
     sizes = [tiles.update_tile + 7 + i for i in range(len(variants))]
     groups = [i % 2 for i in range(len(variants))]
     problem = Problem(sizes, variants, device, tiles, groups=groups, num_groups=2, clips=groups, num_clips=2, offset=1)
@@ -281,7 +281,7 @@ def test_every_size_at_every_alignment(device: torch.device, tiles: Tiles, varia
     for offset in (0, 1, 3, 7):
         problem = Problem(sizes, [variant] * len(sizes), device, tiles, offset=offset)
         truths = [Truth(p.tensor) for p in problem.params]
-        for step in range(2):
+        for step in range(2 if device.type == "cuda" else 1):
             problem.fill_gradients(step)
             problem.step()
             for truth, grad in zip(truths, problem.grads, strict=True):
@@ -325,7 +325,7 @@ def moved_by(problem: Problem, **settings: object) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-@pytest.mark.parametrize("normalizer", [None, 48.0, -2.0])
+@pytest.mark.parametrize("normalizer", [None, 48.0, 0.25])
 def test_gradients_are_normalized_then_clipped(
     device: torch.device, tiles: Tiles, norm_type: float, max_norm: float, normalizer: float | None
 ) -> None:
@@ -456,6 +456,7 @@ REASONS = {
     "-inf": spoil_gradient(-math.inf),
     "overflow": overflow,
     "normalizer 0": normalizer(0.0),
+    "normalizer -2": normalizer(-2.0),
     "normalizer nan": normalizer(math.nan),
     "normalizer inf": normalizer(math.inf),
     "normalizer -inf": normalizer(-math.inf),
@@ -539,7 +540,7 @@ def test_thousands_of_small_tensors_are_one_step(device: torch.device, tiles: Ti
     assert {t.item() for t in problem.steps} == {1.0}
 
 
-@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=pytest.mark.gpu)])
 def test_masters_move_where_bf16_stands_still(device: torch.device, tiles: Tiles, steps: int) -> None:
     """At lr 1e-6 a bf16 weight of 1 never changes; its master follows float64."""
     if steps > 100 and device.type == "cpu":

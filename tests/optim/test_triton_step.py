@@ -269,6 +269,18 @@ def test_parameters_take_part_when_they_have_a_gradient(device: torch.device) ->
     assert plans_made(ours) == 3, "one for each parameter that is new, none for one that sits out"
 
 
+def test_an_absent_parameter_with_gaps_is_not_written(device: torch.device) -> None:
+    present, absent = parameters(device, [(4,)])[0], nn.Parameter(with_gaps(parameters(device, [(3, 4)])[0].detach()))
+    ours = by_kernels([present, absent])
+    set_gradients([present, absent], step=0)
+    ours.step()
+    absent.grad, version, values = None, absent._version, absent.detach().clone()
+    present.grad = gradient_of(present, 1)
+    ours.step()
+    assert absent._version == version
+    assert torch.equal(absent, values)
+
+
 def test_a_frozen_parameter_with_an_old_gradient_rests(device: torch.device) -> None:
     a, b = parameters(device), parameters(device)
     ours, theirs = by_kernels(a), AdamW(b)
@@ -644,6 +656,21 @@ def test_the_first_bad_parameter_is_named_among_absent_and_sorted_ones(device: t
     assert ours.skipped_steps.item() == 4
     ours.grad_norm()
     assert ours.first_nonfinite_parameter() is params[1]
+
+
+def test_a_bad_parameter_is_named_although_the_order_of_launches_changed(device: torch.device) -> None:
+    """`grad_norm` took the statistics by a plan in which this parameter's chunk stood elsewhere."""
+    params = parameters(device, [(3,), (3,)])
+    params[1].grad_dtype = None
+    ours = by_kernels(params)
+    set_gradients(params, step=0)
+    params[0].grad[0] = math.nan  # type: ignore[index]
+    ours.grad_norm()
+    params[1].data = params[1].data.bfloat16()  # sorted before the first one from now on
+    ours.step()
+    assert plans_made(ours) == 2
+    assert ours.skipped_steps.item() == 1
+    assert ours.first_nonfinite_parameter() is params[0]
 
 
 @pytest.mark.parametrize("normalizer", [0.0, -1.0, math.nan, math.inf, -math.inf])
