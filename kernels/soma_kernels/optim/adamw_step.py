@@ -82,19 +82,28 @@ def _prepare_kernel(
     row = scalars + i_tensor * SCALARS
     tl.store(row, scale, mask=valid)
     tl.store(row + 1, weight1.to(tl.float32), mask=valid)
-    tl.store(row + 2, (1.0 - weight2).to(tl.float32), mask=valid)
-    tl.store(row + 3, weight2.to(tl.float32), mask=valid)
-    tl.store(row + 4, (lr * tl.load(hyper + 6, mask=valid, other=0.0)).to(tl.float32), mask=valid)
-    tl.store(row + 5, (lr / correction1).to(tl.float32), mask=valid)
-    tl.store(row + 6, (1.0 / tl.sqrt(correction2)).to(tl.float32), mask=valid)
-    tl.store(row + 7, tl.load(hyper + 5, mask=valid, other=0.0).to(tl.float32), mask=valid)
-    tl.store(row + 8, present.to(tl.float32) * take.to(tl.float32), mask=valid)
+    tl.store(row + 2, weight2.to(tl.float32), mask=valid)
+    tl.store(row + 3, (lr * tl.load(hyper + 6, mask=valid, other=0.0)).to(tl.float32), mask=valid)
+    tl.store(row + 4, (lr / correction1).to(tl.float32), mask=valid)
+    tl.store(row + 5, (1.0 / tl.sqrt(correction2)).to(tl.float32), mask=valid)
+    tl.store(row + 6, tl.load(hyper + 5, mask=valid, other=0.0).to(tl.float32), mask=valid)
+    tl.store(row + 7, present.to(tl.float32) * take.to(tl.float32), mask=valid)
     if tl.program_id(0) == 0:
         skipped = 1 - take.to(tl.int64)
         # A maximum over processes can drop a NaN, the count cannot.
         tl.store(norm_out, tl.where(tl.load(vector) == 0, norm, float("nan")) if INF else norm)
         tl.store(counters, tl.load(counters) + skipped)
         tl.store(counters + 1, (tl.load(counters + 1) + 1) * skipped)
+
+
+@triton.jit
+def _toward(start, end, weight):
+    """start + weight (end - start), from the nearer end, so that neither cancels the other.
+
+    beta start + (1 - beta) end would drift: in fp32 the two factors do not add up to 1.
+    """
+    near = tl.where(weight >= 0.5, end, start)
+    return tl.fma(tl.where(weight >= 0.5, weight - 1.0, weight), end - start, near)
 
 
 @triton.jit
@@ -115,7 +124,7 @@ def _update(
     TILE: tl.constexpr,
 ):
     """AdamW on the elements [begin, end) after `start` of one tensor."""
-    scale, weight1, beta2, weight2, decay, step_size, root, eps = scalars
+    scale, weight1, weight2, decay, step_size, root, eps = scalars
     p = pointer(streams[0], start, PARAM, ALIGNED)
     g = pointer(streams[1], start, GRAD, ALIGNED)
     m = pointer(streams[2], start, MOMENT, ALIGNED)
@@ -130,10 +139,8 @@ def _update(
         weight = load_fp32((w if MASTER else p) + at, mask, MASKED)
         if CLAMP:
             grad = tl.minimum(tl.maximum(grad, -max_value), max_value)
-        # From the nearer end, as torch.lerp: with a small beta1 the old moment must not cancel the gradient.
-        near = tl.where(weight1 >= 0.5, grad, exp_avg)
-        exp_avg = tl.fma(tl.where(weight1 >= 0.5, weight1 - 1.0, weight1), grad - exp_avg, near)
-        exp_avg_sq = tl.fma(beta2, exp_avg_sq, weight2 * grad * grad)
+        exp_avg = _toward(exp_avg, grad, weight1)
+        exp_avg_sq = _toward(exp_avg_sq, grad * grad, weight2)
         denominator = tl.fma(tl.sqrt_rn(exp_avg_sq), root, eps)
         # Decay and step are added first, where rounding is small: the weight itself is rounded once.
         weight -= tl.fma(step_size, tl.div_rn(exp_avg, denominator), weight * decay)
@@ -168,7 +175,7 @@ def _adamw_kernel(
     i_chunk = last - tl.program_id(0)
     i_tensor = tl.load(tensor_of_chunk + i_chunk)
     row = scalars + i_tensor * SCALARS
-    if tl.load(row + 8) != 0:
+    if tl.load(row + 7) != 0:
         start = (i_chunk - tl.load(first_chunk + i_tensor)) * CHUNK
         length = tl.minimum(tl.load(numel + i_tensor) - start, CHUNK).to(tl.int32)
         full = length // TILE * TILE
@@ -184,7 +191,6 @@ def _adamw_kernel(
             tl.load(row + 4),
             tl.load(row + 5),
             tl.load(row + 6),
-            tl.load(row + 7),
         )
         if (p | g | m | v | w) % 16 == 0:
             _update(streams, start, 0, full, s, max_value, PARAM, GRAD, MOMENT, MASTER, CLAMP, True, False, TILE)

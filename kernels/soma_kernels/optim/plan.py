@@ -26,8 +26,8 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: fp64 words of one hyperparameter group in a StepTable.
 GROUP_WORDS = 7
 
-#: fp32 scalars of one tensor that pass 2 computes once and reads everywhere, padded to a power of two.
-SCALARS = 16
+#: fp32 scalars of one tensor that pass 2 computes once and reads everywhere.
+SCALARS = 8
 
 #: Stands for the address of a gradient without elements: present, with nothing to read.
 EMPTY_GRADIENT = 1
@@ -136,7 +136,7 @@ class WorkList:
     """What both passes know about n tensors before they see a gradient, on the device.
 
     stats, update: the chunks of each pass. clip_of_chunk: [R of stats] int32, the clip group that counts the chunk's
-    squares, -1 for none. numel: [n] int64. clip, group: [n] int32. partials: [R of stats] fp32 and scalars: [n x 16]
+    squares, -1 for none. numel: [n] int64. clip, group: [n] int32. partials: [R of stats] fp32 and scalars: [n x 8]
     fp32, memory that the passes write and read. kernels: ready to launch, by what they are for.
     """
 
