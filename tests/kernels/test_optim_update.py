@@ -176,12 +176,15 @@ class Truth:
 
 
 class TorchAdamW:
-    """What torch does with the same dtypes: its fused AdamW in the moments' dtype, rounded into the parameter."""
+    """What torch does with the same dtypes: its AdamW in the moments' dtype, rounded into the parameter.
+
+    In low precision its fused form, which rounds once; in fp32 its lists, which keep 1 - beta2 more exactly.
+    """
 
     def __init__(self, param: Tensor, variant: Variant) -> None:
         self.variant, self.param = variant, param.clone()
         self.target = torch.nn.Parameter(self.param.to(variant.moment))
-        self.optimizer = torch.optim.AdamW([self.target], fused=True)
+        self.optimizer = torch.optim.AdamW([self.target], fused=variant.moment != FP32, foreach=variant.moment == FP32)
 
     def step(self, grad: Tensor, hyper: Hyper) -> None:
         self.optimizer.param_groups[0].update(hyper._asdict(), betas=(hyper.beta1, hyper.beta2))

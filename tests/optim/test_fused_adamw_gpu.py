@@ -102,7 +102,7 @@ def test_masters_are_as_good_as_an_fp32_run() -> None:
     for a, b, c in zip(low, full, exact, strict=True):
         b.data.copy_(a.data)
         c.data.copy_(a.data)
-    masters, plain, truth = FP32MasterAdamW(low, lr=1e-4), AdamW(full, lr=1e-4, fused=True), AdamW(exact, lr=1e-4)
+    masters, plain, truth = FP32MasterAdamW(low, lr=1e-4), AdamW(full, lr=1e-4, foreach=True), AdamW(exact, lr=1e-4)
     for step in range(20):
         set_gradients(low, step)
         for a, b, c in zip(low, full, exact, strict=True):

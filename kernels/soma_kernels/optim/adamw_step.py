@@ -224,7 +224,8 @@ def adamw_step_(
     sizes = (work.num_tensors, work.num_groups, work.num_clips)
     tables = (stats.vector, table.words, work.group, work.clip, states.addresses, work.scalars)
     chunks = work.update
-    limit = 0.0 if max_value is None else float(max_value)
+    # Triton's interpreter would make a larger number an fp64 one.
+    limit = 0.0 if max_value is None else min(float(max_value), torch.finfo(torch.float32).max)
     with on_device(work.device):
         prepare(triton.cdiv(work.num_tensors, _PREPARE_BLOCK), *tables, norm, counters, *sizes)
         tables = (chunks.tensor, chunks.first, work.numel, table.words, states.addresses, work.scalars)
