@@ -4,8 +4,9 @@
 
 Both runs train the same transformer (fp32 parameters, bf16-mixed precision) from the same seed on the same batches with
 `gradient_clip_val=1.0` and a plain `configure_optimizers`; "auto" gets torch.optim.AdamW(fused=True). Their losses must
-agree, otherwise the exit status is 1. A small batch keeps the optimizer visible. Step times come from the steps before
-the profiled ones; `trace.py` says how device time is attributed. Without a GPU the shares are of host time.
+agree, otherwise the exit status is 1. A small batch keeps the optimizer visible. Step times come from runs in the order
+auto, somaspeed, somaspeed, auto, all before the first profile: a process launches more slowly once it was profiled.
+`trace.py` says how device time is attributed. Without a GPU the shares are of host time.
 Writes `lightning_loop.json` and `lightning_loop.md`. `--size tiny` runs on a CPU in seconds.
 """
 
@@ -47,15 +48,15 @@ KERNELS_SHOWN = 4
 class Size:
     """The model and the run. width, layers, heads, vocabulary: of the transformer. batch x length: tokens of a step.
 
-    steps: optimizer steps in all; the first `warmup` are not timed, the last `profiled` are profiled instead.
+    steps: optimizer steps of each run; the first `warmup` are not timed. profiled: the last steps of a profiled run.
     """
 
     width: int = 1280
     layers: int = 20
     heads: int = 20
     vocabulary: int = 8192
-    batch: int = 4
-    length: int = 128
+    batch: int = 32
+    length: int = 64
     steps: int = 60
     warmup: int = 10
     profiled: int = 11
@@ -63,8 +64,8 @@ class Size:
     def __post_init__(self) -> None:
         if self.steps < self.warmup + self.profiled + 3:
             raise ValueError(
-                f"steps={self.steps} leaves fewer than two timed steps between {self.warmup} of warm-up and "
-                f"{self.profiled} profiled ones; give at least {self.warmup + self.profiled + 3}"
+                f"steps={self.steps} is too few for {self.warmup} of warm-up and {self.profiled} profiled ones; "
+                f"give at least {self.warmup + self.profiled + 3}"
             )
 
 
@@ -121,19 +122,21 @@ class LanguageModel(pl.LightningModule):
 
 
 class Recorder(pl.Callback):
-    """Marks the parts of each step, times the middle steps and profiles the last ones."""
+    """Marks the parts of each step, and times the steps after the warm-up or profiles the last ones.
 
-    def __init__(self, size: Size, device: torch.device, trace: Path) -> None:
+    trace: where the profile goes; None times.
+    """
+
+    def __init__(self, size: Size, device: torch.device, trace: Path | None) -> None:
         self._size, self._cuda, self._trace = size, device.type == "cuda", trace
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-        self._profile = profile(activities=activities)
+        self._profile = None if trace is None else profile(activities=activities)
         self._instants: list[Any] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
-        profiled_from = self._size.steps - self._size.profiled
-        if self._size.warmup <= index <= profiled_from:
+        if self._profile is None and index >= self._size.warmup:
             self._instants.append(self._now())
-        if index == profiled_from:
+        if self._profile is not None and index == self._size.steps - self._size.profiled:
             self._synchronize()
             self._profile.start()
         mark(START)
@@ -150,8 +153,9 @@ class Recorder(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._synchronize()
-        self._profile.stop()
-        self._profile.export_chrome_trace(str(self._trace))
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._trace))
 
     def step_times(self) -> Timing:
         """Milliseconds from the start of one step to the start of the next, loader included."""
@@ -205,12 +209,24 @@ class Run:
         }
 
 
-def train(strategy: str, size: Size, device: torch.device) -> Run:
+@dataclass(frozen=True)
+class Trained:
+    """What one call of `train` measured: step times, or a profile."""
+
+    optimizer: str
+    parameters: int
+    losses: list[float]
+    step_ms: Timing | None
+    profile: StepProfile | None
+
+
+def train(strategy: str, size: Size, device: torch.device, *, profiled: bool) -> Trained:
     """Trains once. RuntimeError when the strategy did not take the optimizer that the run is meant to measure."""
     pl.seed_everything(0, verbose=False)
     model = LanguageModel(size, torch_fused=strategy == "auto")
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(size, device, Path(folder) / "trace.json")
+        trace = Path(folder) / "trace.json" if profiled else None
+        recorder = Recorder(size, device, trace)
         trainer = pl.Trainer(
             strategy=strategy,
             accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -227,16 +243,22 @@ def train(strategy: str, size: Size, device: torch.device) -> Run:
             default_root_dir=folder,
         )
         trainer.fit(model, DataLoader(Tokens(size), batch_size=size.batch, pin_memory=device.type == "cuda"))
-        measured = step_profile(read_trace(Path(folder) / "trace.json"))
+        measured = None if trace is None else step_profile(read_trace(trace))
     optimizer = type(trainer.optimizers[0]).__name__
     expected = {"auto": "AdamW", "somaspeed": "FusedAdamW"}[strategy]
     if optimizer != expected:
         raise RuntimeError(f"strategy {strategy!r} stepped {optimizer}, expected {expected}")
-    if device.type == "cuda" and measured.optimizer_ms == 0:
+    if device.type == "cuda" and measured is not None and measured.optimizer_ms == 0:
         raise RuntimeError("the profile holds no device time of the optimizer; is the GPU's profiler available?")
     losses = torch.stack(model.losses).tolist()
     parameters = sum(p.numel() for p in model.parameters())
-    return Run(strategy, optimizer, parameters, recorder.step_times(), measured, losses)
+    return Trained(optimizer, parameters, losses, None if profiled else recorder.step_times(), measured)
+
+
+def _combined(strategy: str, timed: Sequence[Trained], profiled: Trained) -> Run:
+    samples = tuple(sample for one in timed if one.step_ms is not None for sample in one.step_ms.samples)
+    assert profiled.profile is not None
+    return Run(strategy, profiled.optimizer, profiled.parameters, Timing(samples), profiled.profile, profiled.losses)
 
 
 def loss_difference(runs: Sequence[Run]) -> float:
@@ -302,13 +324,22 @@ def _kernels(runs: Sequence[Run]) -> str:
 def measure(size: Size, device: torch.device) -> tuple[list[Run], float]:
     """Both runs, and bytes per second of a device copy."""
     bandwidth = copy_bandwidth(device, Budget())
-    runs = []
-    for strategy in STRATEGIES:
-        runs.append(train(strategy, size, device))
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    timed: dict[str, list[Trained]] = {strategy: [] for strategy in STRATEGIES}
+    for strategy in (*STRATEGIES, *reversed(STRATEGIES)):
+        timed[strategy].append(_train_and_free(strategy, size, device, profiled=False))
+    runs = [
+        _combined(strategy, timed[strategy], _train_and_free(strategy, size, device, profiled=True))
+        for strategy in STRATEGIES
+    ]
     return runs, bandwidth
+
+
+def _train_and_free(strategy: str, size: Size, device: torch.device, *, profiled: bool) -> Trained:
+    trained = train(strategy, size, device, profiled=profiled)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return trained
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
