@@ -239,7 +239,7 @@ def check_command(words: list[str]) -> None:
             return
         with pytest.raises(Parsed):
             soma.main(rest)
-    elif program == "bash":
+    elif program in ("bash", "python"):
         assert (ROOT / rest[0]).is_file(), rest[0]
     elif program == "pre-commit":
         assert rest == ["install"]
