@@ -22,7 +22,8 @@ class ClipRule:
     """What one step does to its gradients before it uses them; `.grad` itself keeps its bits.
 
     max_norm: the global norm is scaled down to this. max_value: every element is clamped to [-max_value, max_value].
-    normalizer: gradients are divided by it first (number or 0-d tensor). norm_type: 2.0 or inf.
+    normalizer: gradients are divided by it first (number or 0-d tensor); a step whose normalizer is not positive and
+    finite (no valid sample) is skipped. norm_type: 2.0 or inf.
     Raises ValueError for a limit that is not positive, or when both limits are set.
     """
 
@@ -34,8 +35,10 @@ class ClipRule:
     def __post_init__(self) -> None:
         check_norm_type(self.norm_type)
         for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
-            if limit is not None and not limit > 0:
-                raise ValueError(f"{name}={limit} must be positive; leave it out for no clipping")
+            if limit is not None and (isinstance(limit, bool | str) or not limit > 0):
+                raise ValueError(f"{name}={limit!r} must be positive; leave it out for no clipping")
+        if self.normalizer is not None and not isinstance(self.normalizer, int | float | Tensor):
+            raise ValueError(f"normalizer={self.normalizer!r} must be a number or a 0-d tensor")
         if self.max_norm is not None and self.max_value is not None:
             raise ValueError(
                 f"max_norm={self.max_norm} and max_value={self.max_value} are both set for one step; "

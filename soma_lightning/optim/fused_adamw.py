@@ -18,7 +18,15 @@ from torch.optim import AdamW
 from soma_kernels.optim.reference import GradStats, decide
 from soma_lightning.optim.clipping import ClipRule, check_norm_type
 from soma_lightning.optim.control import Control, GradientMark, KnownStats
-from soma_lightning.optim.groups import grouping, is_capturing, refuse_divided, unsupported_in_group
+from soma_lightning.optim.groups import (
+    GROUP_LIMIT,
+    clip_groups,
+    grouping,
+    is_capturing,
+    refuse_divided,
+    refuse_settings,
+    unsupported_in_group,
+)
 from soma_lightning.optim.ownership import Ownership
 from soma_lightning.optim.reference_step import ReferenceStep, ReferenceWork
 from soma_lightning.optim.state import StateFormat, restore_precision
@@ -66,6 +74,8 @@ class FusedAdamW(AdamW):
         self, *, master_weights: bool, state_dtype: torch.dtype | None = None, implementation: str = "auto"
     ) -> None:
         """Starts counting afresh; for an object that became a FusedAdamW after it was built."""
+        if not isinstance(master_weights, bool):
+            raise ValueError(f"master_weights={master_weights!r} must be True or False")
         if state_dtype not in (None, torch.float32):
             raise ValueError(f"state_dtype={state_dtype} is not supported; use None (the parameter's) or torch.float32")
         if implementation not in IMPLEMENTATIONS:
@@ -241,6 +251,7 @@ class FusedAdamW(AdamW):
         """The gradients of this step, None if there is none."""
         if not any(p.grad is not None for group in self.param_groups for p in group["params"]):
             return None
+        refuse_settings(self.param_groups)
         control = self._control
         if control.path is None or isinstance(control.path, ReferenceStep):
             if control.ownership is None:
@@ -309,10 +320,15 @@ class FusedAdamW(AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim.AdamW; ValueError naming a setting or a parameter that is not supported."""
         super().add_param_group(param_group)
-        reason = unsupported_in_group(self.param_groups[-1])
-        if reason:
+        try:
+            reason = unsupported_in_group(self.param_groups[-1])
+            if reason:
+                raise ValueError(f"FusedAdamW does not support {reason}; use torch.optim.AdamW for it")
+            refuse_settings(self.param_groups)
+            clip_groups(self.param_groups)
+        except ValueError:
             self.param_groups.pop()
-            raise ValueError(f"FusedAdamW does not support {reason}; use torch.optim.AdamW for it")
+            raise
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -324,6 +340,7 @@ class FusedAdamW(AdamW):
         """
         # Hooks may hand torch another state and read the loaded one: ours stand next to torch's own work.
         loaded: list[dict[str, Any]] = []
+        own_limits = [group.get(GROUP_LIMIT) for group in self.param_groups]
         before = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(_supported(final)))
         after = self.register_load_state_dict_post_hook(lambda _: self._restore(loaded[0]), prepend=True)
         try:
@@ -331,6 +348,10 @@ class FusedAdamW(AdamW):
         finally:
             before.remove()
             after.remove()
+        # A state that was trained without own limits does not take them away.
+        for group, limit in zip(self.param_groups, own_limits, strict=True):
+            if limit is not None:
+                group.setdefault(GROUP_LIMIT, limit)
         self._control.forget()
 
     def _restore(self, loaded: dict[str, Any]) -> None:
@@ -352,6 +373,8 @@ class FusedAdamW(AdamW):
 
 def _supported(state_dict: dict[str, Any]) -> dict[str, Any]:
     """`state_dict`; ValueError if it was written with a setting that is not supported, or by another optimizer."""
+    if "param_groups" not in state_dict:
+        raise ValueError("FusedAdamW cannot load this state: it has no 'param_groups', so it is no optimizer's")
     for group in state_dict["param_groups"]:
         missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
         if missing:

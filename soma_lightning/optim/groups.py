@@ -16,6 +16,9 @@ GROUP_LIMIT = "max_norm"
 #: Group settings of torch.optim.AdamW that change the mathematics or the state and have no fused counterpart.
 UNSUPPORTED_SETTINGS = ("amsgrad", "maximize", "differentiable")
 
+#: Settings of the whole optimizer or of one step, which a group would ignore.
+NOT_OF_A_GROUP = ("max_value", "normalizer", "norm_type", "master_weights", "state_dtype", "implementation")
+
 
 class GroupWork(NamedTuple):
     """The parameters of one group that a step updates, with their gradients. position: of the group."""
@@ -104,14 +107,31 @@ def clip_groups(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list
     for position, group in enumerate(param_groups):
         own = group.get(GROUP_LIMIT)
         if own is not None:
-            if not own > 0:
+            if isinstance(own, bool | str) or not own > 0:
                 raise ValueError(
-                    f"{GROUP_LIMIT}={own} of parameter group {position} must be positive; "
+                    f"{GROUP_LIMIT}={own!r} of parameter group {position} must be positive; "
                     "leave it out for the global limit"
                 )
             limits.append(float(own))
         ids.append(0 if own is None else len(limits))
     return ids, limits
+
+
+def refuse_settings(param_groups: Sequence[dict[str, Any]]) -> None:
+    """ValueError for a setting that was put into a group after the optimizer was built and would be ignored."""
+    for position, group in enumerate(param_groups):
+        for setting in UNSUPPORTED_SETTINGS:
+            if group.get(setting):
+                raise ValueError(
+                    f"parameter group {position} has {setting}=True, which FusedAdamW does not support; use "
+                    "torch.optim.AdamW for it"
+                )
+        for setting in NOT_OF_A_GROUP:
+            if setting in group:
+                raise ValueError(
+                    f"parameter group {position} has {setting}={group[setting]!r}, which is no setting of a group; "
+                    "give it to the optimizer or to clip()"
+                )
 
 
 def grouping(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
@@ -139,9 +159,6 @@ def unsupported_in_group(group: dict[str, Any]) -> str | None:
         return "decoupled_weight_decay=False (L2 regularization)"
     if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group.get("betas", ())):
         return "betas as device tensors"
-    limit = group.get(GROUP_LIMIT)
-    if limit is not None and not limit > 0:
-        return f"{GROUP_LIMIT}={limit} (it must be positive; leave it out for the global limit)"
     for param in group["params"]:
         if not param.is_floating_point():
             return f"a parameter of dtype {param.dtype} (shape {tuple(param.shape)})"

@@ -100,7 +100,7 @@ class ReferenceStep:
     """Statistics, decision and update with torch's operations. reason: why it is not the kernels, for the report."""
 
     def __init__(self, reason: str) -> None:
-        self.description = f"reference: {reason}"
+        self.description = f"plain torch ({reason})"
 
     def collect(self, optimizer: FusedAdamW, rule: ClipRule) -> ReferenceWork | None:
         """The parameters that have a gradient now; None if there is none."""

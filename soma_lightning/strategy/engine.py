@@ -166,15 +166,17 @@ class Engine:
 
     def _stop(self, optimizer: FusedAdamW, skips: int, where: str) -> None:
         bad = optimizer.first_nonfinite_parameter()
-        gradient = "the gradients" if bad is None else f"the gradient of {self.name_of(bad)!r}"
+        # Without a bad gradient it is their sum, or the normalizer.
+        cause = "the norm is not finite or the normalizer not positive"
+        if bad is not None:
+            cause = f"the gradient of {self.name_of(bad)!r} holds a NaN or an infinity"
         if self.options.nonfinite == "raise":
             raise RuntimeError(
-                f"non-finite gradients at {where}: {gradient} holds a NaN or an infinity (nonfinite='raise'); "
-                "the step changed nothing"
+                f"non-finite gradients at {where}: {cause} (nonfinite='raise'); the step changed nothing"
             )
         raise RuntimeError(
             f"{skips} optimizer steps in a row were skipped because of non-finite gradients, the last one at {where}: "
-            f"{gradient} holds a NaN or an infinity (max_consecutive_skips={self.options.max_consecutive_skips}); "
+            f"{cause} (max_consecutive_skips={self.options.max_consecutive_skips}); "
             "no skipped step changed anything"
         )
 
@@ -196,6 +198,6 @@ class Engine:
 
 
 def _described(optimizer: FusedAdamW) -> str:
-    masters = ", fp32 masters for bf16/fp16 parameters" if optimizer.master_weights else ""
-    path, name = optimizer.path_description, type(optimizer).__name__
-    return f"fused, {path} ({name}): clipping and update in one step{masters}"
+    low = any(p.dtype in LOW_PRECISION for group in optimizer.param_groups for p in group["params"])
+    masters = f", {'' if optimizer.master_weights else 'no '}fp32 masters for bf16/fp16 parameters" if low else ""
+    return f"{type(optimizer).__name__}: clipping and update in one step, by {optimizer.path_description}{masters}"

@@ -47,7 +47,7 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """One optimizer: class, how it steps and why, and per group its learning rate, weight decay and elements."""
+    """One optimizer: class, how it steps and why; per group learning rate, weight decay, own limit, elements."""
 
     name: str
     path: str
@@ -56,7 +56,7 @@ class OptimizerFacts:
     @classmethod
     def of(cls, optimizer: Optimizer, path: str) -> OptimizerFacts:
         groups = [
-            {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
+            {key: float(group[key]) for key in ("lr", "weight_decay", "max_norm") if group.get(key) is not None}
             | {"parameters": sum(p.numel() for p in group["params"] if p.requires_grad)}
             for group in optimizer.param_groups
         ]

@@ -275,7 +275,7 @@ class SomaSpeedStrategy(ParallelStrategy):
             return "by the module (manual optimization)"
         if is_overridden("configure_gradient_clipping", module):
             return "by the module's configure_gradient_clipping"
-        if not trainer.gradient_clip_val:
+        if not trainer.gradient_clip_val or trainer.gradient_clip_val < 0:  # Lightning clips by positive values only
             return "none"
         algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
         norm = f" (norm type {self.engine.options.norm_type})" if algorithm == "norm" else ""

@@ -332,6 +332,54 @@ def test_a_group_with_a_limit_is_not_clipped_by_value(make: Make, device: torch.
     assert not optimizer.state[param]
 
 
+@pytest.mark.parametrize("setting", ["maximize", "amsgrad", "differentiable"])
+def test_a_setting_that_is_switched_on_later_is_refused(make: Make, device: torch.device, setting: str) -> None:
+    param = weights(device)
+    optimizer = make([param])
+    step_with(optimizer, param)
+    kept = param.detach().clone()
+    optimizer.param_groups[0][setting] = True
+    with pytest.raises(ValueError, match=f"parameter group 0 has {setting}=True, which FusedAdamW does not support"):
+        step_with(optimizer, param)
+    assert torch.equal(param, kept)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("max_value", 1.0), ("master_weights", True), ("state_dtype", FP32)])
+def test_settings_of_the_optimizer_are_refused_in_a_group(setting: str, value: object) -> None:
+    with pytest.raises(
+        ValueError, match=rf"group 0 has {setting}=.*, which is no setting of a group; give it to the op"
+    ):
+        FusedAdamW([{"params": [nn.Parameter(torch.ones(2))], setting: value}])
+
+
+@pytest.mark.parametrize("value", ["False", "auto", None, 1])
+def test_masters_are_wanted_or_not(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"master_weights={value!r} must be True or False"):
+        FusedAdamW([nn.Parameter(torch.ones(2))], master_weights=value)
+
+
+@pytest.mark.parametrize("limit", [-1.0, "1", True, float("nan")])
+def test_a_limit_of_a_group_must_make_sense(limit: object) -> None:
+    with pytest.raises(ValueError, match=f"max_norm={limit!r} of parameter group 0 must be positive; leave it out"):
+        FusedAdamW([{"params": [nn.Parameter(torch.ones(2))], "max_norm": limit}])
+
+
+def test_a_state_without_own_limits_takes_none_away(make: Make, device: torch.device) -> None:
+    param = weights(device)
+    stock = torch.optim.AdamW([param], lr=0.5)
+    optimizer = make([{"params": [param], "max_norm": 0.25}])
+    optimizer.load_state_dict(stock.state_dict())
+    assert (optimizer.param_groups[0]["max_norm"], optimizer.param_groups[0]["lr"]) == (0.25, 0.5)
+    other = make([{"params": [param], "max_norm": 3.0}])
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["max_norm"] == 0.25
+
+
+def test_what_is_no_state_is_said(make: Make, device: torch.device) -> None:
+    with pytest.raises(ValueError, match="it has no 'param_groups', so it is no optimizer's"):
+        make([weights(device)]).load_state_dict(nn.Linear(2, 2).state_dict())
+
+
 def test_a_limit_beyond_fp32_limits_nothing(make: Make, device: torch.device) -> None:
     params = [weights(device), weights(device)]
     for param, rule in zip(params, ({}, {"max_value": 1e300}), strict=True):

@@ -650,6 +650,9 @@ def test_parameters_on_several_devices_are_refused(path: Path) -> None:
         ({"max_norm": 0.0}, "max_norm=0.0 must be positive"),
         ({"max_value": -1.0}, "max_value=-1.0 must be positive"),
         ({"max_norm": math.nan}, "max_norm=nan must be positive"),
+        ({"max_norm": "1"}, "max_norm='1' must be positive"),
+        ({"max_value": True}, "max_value=True must be positive"),
+        ({"normalizer": "8"}, "normalizer='8' must be a number or a 0-d tensor"),
         ({"max_norm": 1.0, "norm_type": 3.0}, "norm_type=3.0 is not supported"),
     ],
 )

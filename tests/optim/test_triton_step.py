@@ -711,9 +711,11 @@ def test_schedulers_move_numbers_and_tensors_alike(device: torch.device, shape: 
 def test_the_path_and_its_reason_can_be_read(device: torch.device) -> None:
     params = parameters(device)
     assert by_kernels(params).path_description == "Triton kernels"
-    assert FusedAdamW(params, implementation="reference").path_description == "reference: asked for"
+    assert FusedAdamW(params, implementation="reference").path_description == "plain torch (asked for)"
     automatic = FusedAdamW(params)
-    assert automatic.path_description == ("reference: no kernels for cpu" if device.type == "cpu" else "Triton kernels")
+    assert automatic.path_description == (
+        "plain torch (no kernels for cpu)" if device.type == "cpu" else "Triton kernels"
+    )
     double = FusedAdamW([nn.Parameter(torch.ones(2, 3, dtype=torch.float64, device=device))], implementation="triton")
     double.param_groups[0]["params"][0].grad = torch.ones(2, 3, dtype=torch.float64, device=device)
     with pytest.raises(ValueError, match=r"implementation='triton' is not possible: a parameter of shape \(2, 3\) has"):

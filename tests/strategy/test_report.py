@@ -41,7 +41,7 @@ def test_the_facts(net: Any, make_trainer: Any, tmp_path: Path, caplog: pytest.L
         "optimizers": [
             {
                 "name": "FusedAdamW",
-                "path": "fused, reference: no kernels for cpu (FusedAdamW): clipping and update in one step",
+                "path": "FusedAdamW: clipping and update in one step, by plain torch (no kernels for cpu)",
                 "groups": [
                     {"lr": 0.01, "weight_decay": 0.0, "parameters": 27},
                     {"lr": 0.02, "weight_decay": 0.01, "parameters": 72},
@@ -86,7 +86,7 @@ def test_freezing_by_a_callback_and_at_the_last_moment_counts(net: Any, make_tra
 
 
 @pytest.mark.parametrize(
-    ("implementation", "path"), [("triton", "Triton kernels"), ("reference", "reference: asked for")]
+    ("implementation", "path"), [("triton", "Triton kernels"), ("reference", "plain torch (asked for)")]
 )
 def test_the_report_says_how_the_optimizer_steps(
     net: Any, make_trainer: Any, tmp_path: Path, implementation: str, path: str
@@ -101,9 +101,22 @@ def test_the_report_says_how_the_optimizer_steps(
             return FusedAdamW(self.head.parameters(), master_weights=True, implementation=implementation)
 
     make_trainer("somaspeed", max_steps=1).fit(Chosen())
-    assert written(tmp_path)["optimizers"][0]["path"] == (
-        f"fused, {path} (FusedAdamW): clipping and update in one step, fp32 masters for bf16/fp16 parameters"
-    )
+    assert written(tmp_path)["optimizers"][0]["path"] == (f"FusedAdamW: clipping and update in one step, by {path}")
+
+
+def test_the_report_says_that_there_are_no_masters_and_which_limits(
+    net: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    class Low(net):  # type: ignore[misc, valid-type]
+        def make_optimizer(self) -> torch.optim.Optimizer:
+            return FusedAdamW([{"params": list(self.head.parameters()), "max_norm": 0.5}])
+
+    trainer = make_trainer("somaspeed", max_steps=1, precision="bf16-true", gradient_clip_val=-1.0)
+    trainer.fit(Low())
+    facts = written(tmp_path)
+    assert facts["optimizers"][0]["path"].endswith(", no fp32 masters for bf16/fp16 parameters")
+    assert facts["optimizers"][0]["groups"][0]["max_norm"] == 0.5
+    assert facts["clipping"] == "none"
 
 
 def test_trainable_parameters_without_optimizer_are_named(
