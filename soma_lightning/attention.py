@@ -1,7 +1,8 @@
 """Which attention do the models call, and which implementation runs it?
 
 One operator: queries attend, in one softmax, to their own keys and to a context that several query rows share. This
-module is the only place that picks the implementation. Today that is the plain-torch reference on every device.
+module is the only place that picks the implementation: Triton kernels on the GPUs that have confirmed them, the
+plain-torch reference elsewhere.
 
 Shape letters: N query rows, Bc context rows, T = N // Bc query rows a context row, Hq query heads, Hkv key/value heads,
 Lq queries, Lk own keys, Lc context keys, D head size.
@@ -13,15 +14,25 @@ torch.compile imports the function itself: `from soma_lightning.attention import
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.metadata import version
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from soma_kernels.attention.call import PAD, KeyList
 from soma_kernels.attention.reference import attention_reference
+from soma_kernels.attention.tiles import KERNEL_DTYPES, MAX_HEAD_SIZE, MIN_HEAD_SIZE, why_unsupported
+from soma_kernels.runtime import device_facts, has_triton
 
-__all__ = ["ContextKV", "attention", "attention_path"]
+__all__ = ["ContextKV", "KeyList", "attention", "attention_implementation", "attention_path", "key_list"]
+
+Implementation = Literal["auto", "kernel", "reference"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,17 +41,118 @@ class ContextKV(NamedTuple):
     """Keys and values that T query rows share, for example the frozen prefix of a VLA.
 
     k, v: [Bc, Hkv, Lc, D]. mask: bool [Bc, Lc], True = readable, or None when every key is readable. Masked entries of
-    k and v may hold anything, NaN included.
+    k and v may hold anything, NaN included. keys: `key_list(mask)`, which several calls with one mask can share; None:
+    each call makes its own where it needs one.
     """
 
     k: Tensor
     v: Tensor
     mask: Tensor | None = None
+    keys: KeyList | None = None
 
 
-def attention_path() -> str:
-    """The implementation that `attention` runs, in words for the run report."""
-    return "reference (torch)"
+#: What calls with implementation="auto" run; see `attention_implementation`.
+_default: Implementation = "auto"
+
+
+@contextmanager
+def attention_implementation(implementation: Implementation) -> Iterator[None]:
+    """Inside the block, calls of `attention` that leave the choice open run this implementation; for all threads.
+
+    "kernel" also runs on a CPU, in Triton's interpreter, if TRITON_INTERPRET=1.
+    """
+    global _default
+    previous, _default = _default, _check_implementation(implementation)
+    try:
+        yield
+    finally:
+        _default = previous
+
+
+def _check_implementation(implementation: Implementation) -> Implementation:
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"implementation must be one of {', '.join(get_args(Implementation))}, got {implementation!r}")
+    return implementation
+
+
+def attention_path(device: torch.device | str | None = None) -> str:
+    """The implementation that `attention` runs, in words for the run report.
+
+    device: where; None means a GPU if there is one.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if _default == "reference":
+        return "reference (torch), forced"
+    why_not = _why_no_kernel(device.type, device.index)
+    if why_not is None and (device.type == "cuda" or _default == "kernel"):
+        return f"kernel (Triton {version('triton')})"
+    return f"reference (torch), {why_not}" if device.type == "cuda" else "reference (torch)"
+
+
+@lru_cache
+def _why_no_kernel(device_type: str, device_index: int | None) -> str | None:
+    """Why no kernel can run on this device, as a phrase; None if one can."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if device_type == "meta" and has_triton():  # shapes only: nothing is launched
+        return None
+    if device_type not in ("cuda", "cpu"):
+        return f"there are no kernels for {device_type}"
+    facts = device_facts(device_type if device_index is None else f"{device_type}:{device_index}")
+    return why_unsupported(facts, version("triton") if has_triton() else None)
+
+
+def _why_not_kernel(device_type: str, device_index: int | None, dtype: torch.dtype, head_size: int) -> str | None:
+    """Why a call cannot take the kernels, as a phrase; None if it can."""
+    why_not = _why_no_kernel(device_type, device_index)
+    if why_not is None and dtype not in KERNEL_DTYPES:
+        why_not = f"there are no kernels for {dtype}"
+    if why_not is None and not MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE:
+        why_not = f"its head sizes are {MIN_HEAD_SIZE} to {MAX_HEAD_SIZE}, and this one is {head_size}"
+    return why_not
+
+
+# Inside torch.compile this runs while tracing, as a function of constants that Dynamo guards on.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _use_kernel(
+    wanted: Implementation, device_type: str, device_index: int | None, dtype: torch.dtype, head_size: int
+) -> bool:
+    if wanted == "reference" or (wanted == "auto" and device_type != "cuda"):
+        return False
+    why_not = _why_not_kernel(device_type, device_index, dtype, head_size)
+    if why_not is not None and wanted == "kernel":
+        raise ValueError(f"attention cannot run its kernel: {why_not}; pass implementation='auto' or 'reference'")
+    if why_not is not None:
+        _say_once(why_not)
+    return why_not is None
+
+
+@lru_cache
+def _say_once(why_not: str) -> None:
+    warnings.warn(f"attention runs its slower reference instead of its kernel: {why_not}", stacklevel=2)
+
+
+def key_list(mask: Tensor | None) -> KeyList | None:
+    """The list of a context's readable keys for `ContextKV.keys`: made once, shared by every layer of a step.
+
+    mask: bool [Bc, Lc], True = readable. Returns None where no list is needed: without a mask, and where the reference
+    runs. Inside a CUDA graph the list is made again at every replay, so it follows the mask's contents. Raises
+    ValueError when the mask is no such mask.
+    """
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise ValueError(f"mask must be bool [rows, keys], got {mask.dtype} of shape {tuple(mask.shape)}")
+    # Neither dtype nor head size is known yet; a call that runs the reference all the same ignores the list.
+    if not mask.numel() or not _use_kernel(
+        _default, mask.device.type, mask.device.index, torch.bfloat16, MAX_HEAD_SIZE
+    ):
+        return None
+    from soma_kernels.attention.keys import key_list as list_keys  # needs Triton
+
+    return list_keys(mask)
 
 
 def attention(
@@ -51,6 +163,7 @@ def attention(
     context: ContextKV | None = None,
     key_mask: Tensor | None = None,
     scale: float | None = None,
+    implementation: Implementation = "auto",
 ) -> Tensor:
     """softmax([q k^T, q ck^T] * scale) [v; cv], one softmax over the own and the context segment; not causal.
 
@@ -59,26 +172,28 @@ def attention(
     context: keys and values [Bc, Hkv, Lc, D] with N = Bc * T; query row n reads context row n // T.
     key_mask: bool [N, Lk], True = readable, masks the own segment.
     scale: factor of the scores; None means D ** -0.5.
+    implementation: "kernel" or "reference" forces one; "auto" leaves it to `attention_implementation` and the device.
 
     Returns [N, Hq, Lq, D] in q's dtype. A query row that can read nothing returns 0 and sends zero gradients. Softmax
     and sums run in float32 at least. The backward does work only for inputs that require grad; gradients of the
     context are summed over the T rows that share it; it cannot be differentiated twice. Under autocast the inputs are
     cast to the autocast dtype, as torch's scaled_dot_product_attention does.
 
-    Raises ValueError when shapes, dtypes or devices do not fit together, TypeError for DTensors, for a context that is
-    no ContextKV and for a tensor as scale.
+    Raises ValueError when shapes, dtypes or devices do not fit together or a forced kernel cannot run, TypeError for
+    DTensors, for a context that is no ContextKV and for a tensor as scale.
     """
     tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v}
     context_mask: Tensor | None = None
+    keys: KeyList | None = None
     if isinstance(scale, Tensor):
         raise TypeError("scale is a tensor, and no gradient flows to the scale; pass a number")
     if context is not None:
         if not isinstance(context, ContextKV):
             raise TypeError(f"context must be ContextKV(k, v, mask), got {type(context).__name__}")
         tensors |= {"context.k": context.k, "context.v": context.v}
-        context_mask = context.mask
+        context_mask, keys = context.mask, context.keys
     _check_presence(tensors, context, key_mask)
-    if torch.is_autocast_enabled(q.device.type):
+    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
         tensors = {name: _autocast(x) for name, x in tensors.items()}
     _check_tensors({name: x for name, x in tensors.items() if x is not None})
     _check_shapes(tensors)
@@ -86,11 +201,16 @@ def attention(
     _check_mask("key_mask", key_mask, own_k, q)
     _check_mask("context.mask", context_mask, context_k, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    queries = tensors["q"]
+    _check_keys(keys, context_mask)
+    queries, own_v, context_v = tensors["q"], tensors["v"], tensors.get("context.v")
     assert queries is not None
-    return attention_reference(
-        queries, own_k, tensors["v"], context_k, tensors.get("context.v"), key_mask, context_mask, scale
-    )
+    wanted = _default if implementation == "auto" else _check_implementation(implementation)
+    device = queries.device
+    if not _use_kernel(wanted, device.type, device.index, queries.dtype, queries.shape[-1]):
+        return attention_reference(queries, own_k, own_v, context_k, context_v, key_mask, context_mask, scale)
+    from soma_kernels.attention.function import attention_kernel  # needs Triton
+
+    return attention_kernel(queries, own_k, own_v, context_k, context_v, key_mask, context_mask, scale, keys)
 
 
 def _autocast(x: Tensor | None) -> Tensor | None:
@@ -173,6 +293,19 @@ def _check_mask(name: str, mask: Tensor | None, keys: Tensor | None, q: Tensor) 
         raise ValueError(f"{name} is on {mask.device}, but q is on {q.device}")
 
 
+def _check_keys(keys: KeyList | None, mask: Tensor | None) -> None:
+    if keys is None:
+        return
+    if mask is None:
+        raise ValueError("context.keys is a list of a mask, but context.mask is None; pass both, or neither")
+    expected = (mask.shape[0], mask.shape[1] + PAD)
+    if tuple(keys.lines.shape) != expected or keys.lines.device != mask.device:
+        raise ValueError(
+            f"context.keys belongs to another mask: its list has shape {tuple(keys.lines.shape)} on "
+            f"{keys.lines.device}, expected {expected} on {mask.device}; pass key_list(context.mask)"
+        )
+
+
 class _AttentionModule(ModuleType):
     """The module as an operator: the name `soma_lightning.attention` is both the module and the function."""
 
@@ -185,8 +318,9 @@ class _AttentionModule(ModuleType):
         context: ContextKV | None = None,
         key_mask: Tensor | None = None,
         scale: float | None = None,
+        implementation: Implementation = "auto",
     ) -> Tensor:
-        return attention(q, k, v, context=context, key_mask=key_mask, scale=scale)
+        return attention(q, k, v, context=context, key_mask=key_mask, scale=scale, implementation=implementation)
 
 
 sys.modules[__name__].__class__ = _AttentionModule

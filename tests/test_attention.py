@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +16,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import soma_lightning
+from soma_kernels.runtime import device_facts
 from soma_kernels.testing import assert_close, nan_filled_empty
-from soma_lightning.attention import ContextKV, attention, attention_path
+from soma_lightning.attention import (
+    ContextKV,
+    KeyList,
+    attention,
+    attention_implementation,
+    attention_path,
+    key_list,
+)
 
 Inputs = dict[str, Tensor]
 LQ, LK, LC, D = 3, 4, 5, 6
@@ -435,6 +445,141 @@ def test_arguments_of_another_kind_are_refused() -> None:
         attention(x["q"], context=(x["ck"], x["cv"]))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no gradient flows to the scale"):
         attention(x["q"], x["k"], x["v"], scale=torch.tensor(0.5, requires_grad=True))  # type: ignore[arg-type]
+
+
+# -- which implementation runs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels() -> None:
+    pytest.importorskip("triton")
+    if not device_facts("cpu").triton:
+        pytest.skip("kernels run on the CPU only with TRITON_INTERPRET=1")
+
+
+def float_inputs(D: int = 16) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"q": (4, 4, 3), "k": (4, 2, 4), "v": (4, 2, 4), "ck": (2, 2, 5), "cv": (2, 2, 5)}
+    return {name: torch.randn(*size, D, generator=generator) for name, size in sizes.items()}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("by", ["argument", "context"])
+def test_a_forced_kernel_agrees_with_the_reference(by: str) -> None:
+    x, mask = leaves(float_inputs()), make_mask("random", 2, LC)
+    assert mask is not None
+    expected = call(x, None, mask)
+    if by == "argument":
+        out = call(x, None, mask, implementation="kernel")
+    else:
+        with attention_implementation("kernel"):
+            keys = key_list(mask)
+            assert keys is not None
+            assert attention_path().startswith("kernel (Triton 3.")
+            out = attention(x["q"], x["k"], x["v"], context=ContextKV(x["ck"], x["cv"], mask, keys))
+            assert torch.equal(call(x, None, mask, implementation="reference"), expected)
+    assert not torch.equal(out, expected)  # another order of sums
+    torch.testing.assert_close(out, expected)
+    grad_out = torch.randn_like(out)
+    for name, grad in gradients(out, x, grad_out).items():
+        torch.testing.assert_close(grad, gradients(call(x, None, mask), x, grad_out)[name])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_forced_kernel_compiles_into_one_graph() -> None:
+    x, mask = leaves(float_inputs()), make_mask("random", 2, LC)
+
+    def model(x: Inputs) -> Tensor:
+        return call(x, None, mask, implementation="kernel")
+
+    out = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(out, model(x))
+    assert "soma_kernels" in type(out.grad_fn).__name__ or "Compiled" in type(out.grad_fn).__name__
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_kernel_that_cannot_run_says_why() -> None:
+    x = make_inputs(True, True, T=2, Hq=2, Hkv=1)
+    with pytest.raises(ValueError, match=r"cannot run its kernel: there are no kernels for torch.float64; pass impl"):
+        call(x, implementation="kernel")
+    small = {name: tensor.float() for name, tensor in x.items()}
+    with pytest.raises(ValueError, match="its head sizes are 16 to 256, and this one is 6"):
+        call(small, implementation="kernel")
+
+
+@pytest.mark.parametrize("implementation", ["auto", "reference", "kernel"])
+def test_meta_tensors_give_shapes(implementation: Any) -> None:
+    if implementation == "kernel":
+        pytest.importorskip("triton")
+    x = leaves({name: tensor.to("meta") for name, tensor in float_inputs().items()})
+    out = call(x, implementation=implementation)
+    assert (out.shape, out.device.type) == (x["q"].shape, "meta")
+    grads = gradients(out, x, torch.empty_like(out))
+    assert {name: grad.shape for name, grad in grads.items()} == {name: tensor.shape for name, tensor in x.items()}
+
+
+def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["soma_lightning.attention"]
+    monkeypatch.setattr(module, "has_triton", lambda: False)
+    module._why_no_kernel.cache_clear()  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(ValueError, match="cannot run its kernel: Triton is not installed"):
+            call(float_inputs(), implementation="kernel")
+        assert attention_path("cpu") == "reference (torch)"
+    finally:
+        module._why_no_kernel.cache_clear()  # type: ignore[attr-defined]
+
+
+def test_an_unchecked_gpu_runs_the_reference_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = sys.modules["soma_lightning.attention"]
+    monkeypatch.setattr(module, "_why_no_kernel", lambda device_type, index: "its configurations are not checked")
+    module._say_once.cache_clear()
+    with pytest.warns(UserWarning, match="runs its slower reference instead of its kernel: its configurations are not"):
+        assert not module._use_kernel("auto", "cuda", 0, torch.bfloat16, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not module._use_kernel("auto", "cuda", 0, torch.bfloat16, 64)
+    monkeypatch.setattr(module, "_why_no_kernel", lambda device_type, index: None)
+    assert module._use_kernel("auto", "cuda", 0, torch.bfloat16, 64)
+    assert not module._use_kernel("auto", "cpu", None, torch.float32, 64)
+    assert not module._use_kernel("reference", "cuda", 0, torch.bfloat16, 64)
+
+
+def test_the_path_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = sys.modules["soma_lightning.attention"]
+    monkeypatch.setattr(module, "_why_no_kernel", lambda device_type, index: None)
+    monkeypatch.setattr(module, "version", lambda name: "3.6.0")
+    assert attention_path("cuda") == "kernel (Triton 3.6.0)"
+    assert attention_path("cpu") == "reference (torch)"
+    with attention_implementation("reference"):
+        assert attention_path("cuda") == "reference (torch), forced"
+    monkeypatch.setattr(module, "_why_no_kernel", lambda device_type, index: "there is no CUDA device")
+    assert attention_path("cuda") == "reference (torch), there is no CUDA device"
+
+
+def test_wrong_choices_are_refused() -> None:
+    x = make_inputs(True, True, T=2, Hq=2, Hkv=1)
+    with pytest.raises(ValueError, match="implementation must be one of auto, kernel, reference, got 'triton'"):
+        call(x, implementation="triton")
+    with (
+        pytest.raises(ValueError, match="must be one of auto, kernel, reference, got 'fast'"),
+        attention_implementation("fast"),  # type: ignore[arg-type]
+    ):
+        pass
+    assert key_list(None) is None
+    assert key_list(torch.ones(2, 3, dtype=torch.bool)) is None  # the reference runs here
+    with pytest.raises(ValueError, match=r"mask must be bool \[rows, keys\], got torch.float32 of shape \(2, 3\)"):
+        key_list(torch.ones(2, 3))
+
+
+def test_key_lists_of_other_masks_are_refused() -> None:
+    x = make_inputs(True, True, T=2, Hq=2, Hkv=1)
+    mask = torch.ones(2, LC, dtype=torch.bool)
+    wrong = KeyList(torch.zeros(2, LC, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="context.keys is a list of a mask, but context.mask is None"):
+        attention(x["q"], context=ContextKV(x["ck"], x["cv"], None, wrong))
+    with pytest.raises(ValueError, match=r"belongs to another mask: its list has shape \(2, 5\) .* pass key_list"):
+        attention(x["q"], context=ContextKV(x["ck"], x["cv"], mask, wrong))
 
 
 def test_distributed_tensors_are_refused() -> None:

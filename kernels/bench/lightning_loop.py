@@ -32,7 +32,17 @@ from torch.utils.data import DataLoader, Dataset
 
 import soma_lightning  # noqa: F401 (registers strategy="somaspeed")
 from bench.registry import CASES
-from bench.report import current_commit, environment, markdown_table, measured_on, significant, write_json, write_text
+from bench.report import (
+    available_device,
+    current_commit,
+    environment,
+    make_folder,
+    markdown_table,
+    measured_on,
+    significant,
+    write_json,
+    write_text,
+)
 from bench.timing import Budget, Timing, copy_bandwidth
 from bench.trace import END, GRADIENTS, START, StepProfile, mark, read_trace, step_profile
 
@@ -348,10 +358,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     chosen = parser.parse_args(arguments)
     given = {key: getattr(chosen, key) for key in ("batch", "length", "steps") if getattr(chosen, key) is not None}
-    device = torch.device(chosen.device)
     try:
+        device = available_device(chosen.device)
         size = replace(SIZES[chosen.size], **given)
         commit = chosen.commit or current_commit()
+        make_folder(chosen.out)
     except ValueError as error:
         parser.error(str(error))
     facts = environment(device, commit=commit, command=f"{LAUNCH} {shlex.join(arguments)}")

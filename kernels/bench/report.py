@@ -29,6 +29,27 @@ def current_commit() -> str:
     return head + ("+changes" if changed else "")
 
 
+def available_device(name: str) -> torch.device:
+    """The device of that name; ValueError if this machine has none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name} is no device; use cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name} is not measured here; use cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu")
+    return device
+
+
+def make_folder(path: Path) -> None:
+    """Creates the folder of the results before anything is measured; ValueError if it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {path} cannot be a folder for results: {error.strerror}") from error
+
+
 def environment(device: torch.device, *, commit: str, command: str) -> dict[str, str]:
     """Facts under which a run measures; versions of what is not installed are left out."""
     facts = {"device": platform.processor() or platform.machine(), "date": _today(), "commit": commit}

@@ -124,7 +124,10 @@ def _prepare(prepare: Step | None) -> None:
 
 
 def captured(step: Step) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `step`, which is first run three times on a side stream, as capture requires."""
+    """A CUDA graph of `step`, which is first run three times on the stream of the capture.
+
+    Nodes that accumulate gradients remember the stream they were made on, and another one would invalidate the capture.
+    """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -132,7 +135,7 @@ def captured(step: Step) -> torch.cuda.CUDAGraph:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         step()
     return graph
 

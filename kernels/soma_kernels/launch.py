@@ -17,14 +17,25 @@ class Prepared:
 
     constants: values of the kernel's last parameters. Every launch must pass arguments of the same types: tensors that
     start at a multiple of 16 bytes, integers that the kernel does not specialize. One object serves one device.
-    Products and sums are not fused into one operation unless the kernel says `tl.fma`: the compiler's choice would
-    differ between code for aligned and for unaligned memory, and so would the last bits.
+    num_stages: depth of software pipelines. max_registers: of one thread. None: Triton decides.
+    fuse: whether products and sums may become one operation. Off by default, unless the kernel says `tl.fma`: the
+    compiler's choice would differ between code for aligned and for unaligned memory, and so would the last bits.
     """
 
-    def __init__(self, kernel: Any, constants: tuple[Any, ...], *, num_warps: int) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        constants: tuple[Any, ...],
+        *,
+        num_warps: int,
+        num_stages: int | None = None,
+        max_registers: int | None = None,
+        fuse: bool = False,
+    ) -> None:
         self._kernel = kernel
         self._constants = constants
-        self._num_warps = num_warps
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers, "enable_fp_fusion": fuse}
+        self._options = {name: value for name, value in options.items() if value is not None}
         self._compiled: Any = None
         self._stream: Any = None
         self._device = -1
@@ -34,9 +45,7 @@ class Prepared:
         if self._compiled is not None:
             self._compiled[programs, 1, 1](*arguments, *self._constants, stream=self._stream(self._device))
             return
-        launched = self._kernel[(programs, 1, 1)](
-            *arguments, *self._constants, num_warps=self._num_warps, enable_fp_fusion=False
-        )
+        launched = self._kernel[(programs, 1, 1)](*arguments, *self._constants, **self._options)
         if launched is not None:  # the interpreter compiles nothing
             from triton.runtime import driver
 

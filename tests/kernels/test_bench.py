@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -578,6 +579,35 @@ def test_losses_that_differ_are_not_published(
     assert lightning_loop.main(arguments) == 1
     assert "the losses differ by 1.00e-01, more than 0.01; nothing written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("main", [lambda *a: run.main(["optim", *a]), lambda *a: lightning_loop.main([*a])])
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda:9", r"--device cuda:9: this machine has \d+ CUDA devices"),
+        ("tpu0", "--device tpu0 is no device; use cpu, cuda"),
+        ("xpu", "--device xpu is not measured here; use cpu or cuda"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(
+    main: Any, device: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main("--out", str(tmp_path), "--device", device, "--commit", "abc")
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "main", [lambda *a: run.main(["optim", "--sets", "tiny_dense", *a]), lambda *a: lightning_loop.main([*a])]
+)
+def test_a_place_that_holds_no_results_is_refused_before_anything_is_measured(
+    main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        main("--out", str(tmp_path / "file"), "--device", "cpu", "--commit", "abc")
+    assert "cannot be a folder for results: File exists" in capsys.readouterr().err
 
 
 def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

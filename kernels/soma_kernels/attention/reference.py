@@ -11,6 +11,7 @@ backward, as in FlashAttention-2 (Dao, 2023, algorithms 1 and 2); the probabilit
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -169,6 +170,13 @@ def _backward(
     return dq, dkv
 
 
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Switches autocast off where the device has any; meta tensors have none."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -194,7 +202,7 @@ class _Attention(torch.autograd.Function):
         rows: _Rows = ctx.rows
         dtype = lse.dtype
         needs_q, needs_k, needs_v, needs_ck, needs_cv = ctx.needs_input_grad[:5]
-        with torch.autocast(q.device.type, enabled=False):
+        with _without_autocast(q.device.type):
             segments = _segments((k, v, ck, cv), (key_mask, context_mask), rows, dtype, is_backward=True)
             scaled_q = rows.fold(q.to(dtype) * ctx.scale)
             folded = (scaled_q, rows.fold(out.to(dtype)), lse, rows.fold(grad_out.to(dtype)))
@@ -222,7 +230,7 @@ def _run(
     Hkv = keys.shape[1]
     rows = _Rows(Bc, N // Bc if Bc else 1, Hkv, Hq // Hkv, Lq, q.stride(1) < q.stride(2))
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         segments = _segments(tensors, masks, rows, dtype, is_backward=False)
         out, lse = _forward(rows.fold(q.to(dtype) * scale), segments, rows, with_lse)
     # The view comes last: torch 2.11's Dynamo loses the gradient of a Function whose output is a no-op `.to` or an

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soma_lightning.attention import ContextKV, attention
+from soma_lightning.attention import ContextKV, attention, key_list
 from soma_lightning.models.flow import time_embedding
 from soma_lightning.models.pi05.config import PI05Config, StreamConfig
 from soma_lightning.models.pi05.rotary import RotaryTable, rotary_table, rotate
@@ -124,8 +124,9 @@ class ActionExpert(nn.Module):
             condition = self._condition(time)
             x = self.action_in_proj(x_t.to(self.action_in_proj.weight.dtype)).to(dtype)
         rotary = self._rotary(prefix, x)
+        readable = key_list(prefix.mask)
         for layer, k, v in zip(self.layers, prefix.keys, prefix.values, strict=True):
-            x = layer(x, condition, rotary, ContextKV(k, v, prefix.mask))
+            x = layer(x, condition, rotary, ContextKV(k, v, prefix.mask, readable))
         x, _ = self.norm(x, condition)  # the final gate has no residual to act on
         with torch.autocast(x.device.type, enabled=False):
             velocity: Tensor = self.action_out_proj(x.to(self.action_out_proj.weight.dtype))

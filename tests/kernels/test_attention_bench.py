@@ -1,0 +1,180 @@
+"""The attention benchmark and the check of its tiles: floors, peers, refusal of wrong results, all on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from bench import attention, attention_peers, check_attention_tiles, run  # noqa: E402
+from bench.attention_cases import ATTENTION_CASES, LAYOUTS, TINY_ATTENTION_CASES, draw, mask_of  # noqa: E402
+from bench.attention_cases import readable_keys as count_keys  # noqa: E402
+from bench.attention_peers import ATTENTION_PEERS, AttentionPeer  # noqa: E402
+from bench.check_attention_tiles import Check, checks  # noqa: E402
+from soma_kernels.attention.tiles import TABLE  # noqa: E402
+from soma_kernels.testing import assert_close  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("A", 11.3, 17.8),
+        ("A2", 11.2, 12.5),
+        ("B", 21.4, 42.7),
+        ("B2", 21.4, 25.2),
+        ("C", 13.0, 26.0),
+        ("D1", 3.7, 7.4),
+        ("D2", 7.6, 15.2),
+        ("B64", 21.4, 42.7),
+        ("E128", 11.3, 17.8),
+    ],
+)
+def test_floors_are_those_of_the_study(name: str, forward: float, backward: float) -> None:
+    """Microseconds at 4.25 TB/s and 790 TFLOP/s; the study drew other prompt lengths, within 1 %."""
+    case = ATTENTION_CASES[name]
+    readable = count_keys(case, mask_of(case, CPU))
+    assert case.forward_floor(readable).microseconds(4.25e12) == pytest.approx(forward, rel=0.011)
+    assert case.backward_floor(readable).microseconds(4.25e12) == pytest.approx(backward, rel=0.011)
+
+
+def test_a_frozen_query_does_not_enter_a_frozen_context() -> None:
+    case = TINY_ATTENTION_CASES["tiny_two"]
+    floor = type(case)(**{**vars(case), "trains": ("k", "v")}).backward_floor(40)
+    pairs = case.N * case.Hq * case.Lq * case.Lk
+    assert floor.flops == 4 * 2 * case.D * pairs
+    assert floor.bytes == 4 * (3 * case.N * case.Hq * case.Lq + 4 * case.N * case.Hkv * case.Lk) * case.D
+
+
+def test_the_mask_is_cameras_then_a_prompt() -> None:
+    mask = mask_of(ATTENTION_CASES["A"], CPU)
+    assert mask is not None
+    assert mask.shape == (32, 968)
+    assert mask[:, :512].all()
+    assert not mask[:, 512:768].any()
+    assert mask[:, 768:872].all()
+    assert not mask[:, 904:].any()
+    assert mask_of(ATTENTION_CASES["B"], CPU) is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["tiny_two", "tiny_own", "tiny_context", "grouped"])
+def test_every_peer_computes_the_same(name: str, layout: Any) -> None:
+    case = TINY_ATTENTION_CASES.get(name) or type(TINY_ATTENTION_CASES["tiny_two"])(
+        "grouped", "", 2, 1, 4, 2, 3, 4, 20, 16, ("q", "k", "v"), masked=True, dtype=torch.float32
+    )
+    x, mask = draw(case, layout, CPU), mask_of(case, CPU)
+    compared = 0
+    for peer in ATTENTION_PEERS:
+        if peer.why_absent(case, CPU) is None:
+            got = attention._results(case, peer.build(case, mask), x)
+            for tensor, (ours, truth) in attention._against_truth(case, got, x, mask).items():
+                assert_close(f"{peer.name} {tensor}", ours, truth)
+            compared += 1
+    assert compared >= 3
+
+
+def test_peers_say_why_they_are_absent_or_unlike() -> None:
+    two = ATTENTION_CASES["A_T8"]
+    cuda = torch.device("cuda")
+    assert AttentionPeer("cudnn", True).why_absent(two, cuda) == "own keys forbid folding query rows"
+    assert AttentionPeer("cudnn", True).why_absent(ATTENTION_CASES["D1"], cuda) == "nothing to fold"
+    assert AttentionPeer("cudnn", True).why_absent(ATTENTION_CASES["C"], cuda) is None
+    assert AttentionPeer("flash").unlike_ours(ATTENTION_CASES["A"]) == "takes no mask: wrong result"
+    assert AttentionPeer("flash").unlike_ours(ATTENTION_CASES["B"]) is None
+    assert len({peer.name for peer in ATTENTION_PEERS}) == len(ATTENTION_PEERS) == 13
+
+
+def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["attention", "--cases", "tiny_context", "--layouts", "NLHD", "--quick", "--device", "cpu"]
+    assert run.main([*arguments, "--out", str(tmp_path), "--commit", "abc"]) == 0
+    content = json.loads((tmp_path / "attention.json").read_text())
+    assert content["environment"]["commit"] == "abc"
+    assert content["implementation"] == "reference (torch)"
+    (row,) = content["rows"]
+    assert (row["case"], row["layout"], row["Lc"]) == ("tiny_context", "NLHD", 9)
+    ours, *others = row["peers"]
+    assert ours["name"] == "ours"
+    assert ours["eager_both_ms"]["median"] > 0
+    assert set(ours["errors"]) == {"out", "dq", "dck", "dcv"}
+    assert {p["name"]: p["note"] for p in others}["sdpa cudnn fold"] == "needs a GPU"
+    page = (tmp_path / "attention.md").read_text()
+    assert "| tiny_context | NLHD |" in page
+    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["tiny_context", "NLHD"]
+
+
+def test_a_wrong_result_gets_no_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = attention_peers._ours
+
+    def wrong(x: dict[str, Tensor], *rest: Any) -> Tensor:
+        return right(x, *rest) * 1.001
+
+    monkeypatch.setattr(attention_peers, "_ours", wrong)
+    arguments = ["attention", "--cases", "tiny_own", "--quick", "--device", "cpu", "--commit", "abc"]
+    assert run.main([*arguments, "--out", str(tmp_path)]) == 1
+    assert "wrong result, no times: tiny_own, NHLD: out: relative RMS error" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_large_cases_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["attention", "--cases", "A", "--device", "cpu", "--out", "nowhere"])
+    assert "A on a CPU would say nothing; use --cases tiny_two,tiny_own,tiny_context" in capsys.readouterr().err
+
+
+# -- the check of the tiles -------------------------------------------------------------------------------------------
+
+
+def test_every_entry_is_checked_at_each_head_size() -> None:
+    every = checks()
+    assert {check.entry for check in every} == set(range(len(TABLE)))
+    assert {check.dtype for check in every if TABLE[check.entry].wide} == {"float32"}
+    assert {check.dtype for check in every if not TABLE[check.entry].wide} == {"bfloat16", "float16"}
+    assert {check.masked for check in every} == {False, True}
+    for check in every:
+        assert TABLE[check.entry].heads[0] <= check.D <= TABLE[check.entry].heads[1]
+        assert TABLE[check.entry].listed in (None, check.masked)
+        assert [s for s in check_attention_tiles._lengths(TABLE[check.entry])]
+
+
+@pytest.fixture
+def small_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_attention_tiles, "DEVICE", "cpu")
+    monkeypatch.setattr(check_attention_tiles, "PROGRAMS", 2)
+    monkeypatch.setattr(check_attention_tiles, "_lengths", lambda entry: [(1, 2, 5, 3), (2, 1, 9, 0)])
+
+
+@pytest.mark.usefixtures("small_checks")
+@pytest.mark.parametrize("kernel", ["forward", "rows", "one_pass", "keys"])
+def test_a_right_tile_passes(kernel: str) -> None:
+    number = next(i for i, entry in enumerate(TABLE) if entry.wide and entry.kernel == kernel)
+    if kernel in ("one_pass", "keys"):  # kernels of calls without own keys
+        check_attention_tiles._compare(Check(number, 16, "float32", True), torch.float32, (1, 2, 1, 9, 0, 20))
+    else:
+        assert check_attention_tiles.run(Check(number, 16, "float32", True)) is None
+
+
+@pytest.mark.usefixtures("small_checks")
+def test_a_wrong_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = next(i for i, entry in enumerate(TABLE) if entry.wide and entry.kernel == "rows")
+    right = check_attention_tiles.run_backward
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        dq, *rest = right(*args, **kwargs)
+        dq[0, 0, 0, 0] += 1.0
+        return (dq, *rest)
+
+    monkeypatch.setattr(check_attention_tiles, "run_backward", wrong)
+    message = check_attention_tiles.run(Check(number, 16, "float32", False))
+    assert message is not None
+    assert message.startswith("T 1 G 2 Lq 5 Lk 3 Lc ")
+    assert "dq: relative RMS error" in message
