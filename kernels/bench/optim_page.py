@@ -39,7 +39,7 @@ def page(facts: Mapping[str, str], bandwidth: float, rows: Sequence[Row]) -> str
         _sets(rows),
         "## Ours and torch's fused AdamW with clipping, milliseconds",
         _times(rows),
-        "## Every peer, eager milliseconds",
+        "## Every peer, milliseconds eager / in a graph",
         _peers(rows),
         _footnotes(rows),
         "## Host time and memory",
@@ -124,9 +124,15 @@ def _peers(rows: Sequence[Row]) -> str:
     cells = []
     for row in rows:
         results = [row.peer(peer.name) for peer in PEERS]
-        times = [r.note or NOTHING if r.eager is None else _median(r.eager) + _mark(rows, r) for r in results]
+        times = [r.note or NOTHING if r.eager is None else _both(r) + _mark(rows, r) for r in results]
         cells.append([_label(row), _ms(row.floor_ms), *times])
     return markdown_table(headers, cells)
+
+
+def _both(result: PeerResult) -> str:
+    """Eager and graphed median; a peer without a graph has the first only."""
+    eager = _median(result.eager)
+    return eager if result.graphed is None else f"{eager} / {_median(result.graphed)}"
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:

@@ -210,8 +210,8 @@ TORCH_FUSED = Peer("torch fused", graphs=True)
 PEERS = (
     OURS,
     TORCH_FUSED,
-    Peer("torch foreach"),
-    Peer("torch for-loop", loops=True),
+    Peer("torch foreach", graphs=True),
+    Peer("torch for-loop", graphs=True, loops=True),
     Peer("apex"),
     Peer("bitsandbytes", loops=True),
 )

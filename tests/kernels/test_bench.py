@@ -386,7 +386,7 @@ def test_the_page_shows_ratios_marks_and_absent_peers() -> None:
     assert f"| tiny_dense, fp32 {times}| 5.00 [5.00, 5.00] | 4.00 [4.00, 4.00] | 2.50 | 2.50 |" in text
     assert "| 5.00 [5.00, 5.00] (1) | 4.00 [4.00, 4.00] (1) | 2.50 | 2.50 |" in text
     assert f"(1) {note}" in text
-    assert "| 2.00 | 5.00 (1) | not installed |" in text
+    assert "| 2.00 / 1.60 | 5.00 / 4.00 (1) | not installed |" in text
     assert "| tiny_dense, fp32 | 120 | 900 | 3, 0.5 | 2, 0.0 |" in text
     assert "| tiny_dense, fp32 | 1.0e-08 / 2.0e-08 | - | - | - | 3.0e-08 |" in text
     short = short_table(4.26e12, [result("fp32", fused_note=None)]).splitlines()
@@ -493,6 +493,8 @@ def test_every_case_runs_on_the_gpu_with_graphs(tmp_path: Path) -> None:
     for row in content["rows"]:
         ours = row["peers"][0]
         assert ours["graphed_ms"]["median"] > 0
+        for peer in row["peers"]:
+            assert ("graphed_ms" in peer) == ("eager_ms" in peer and peer["name"] not in ("apex", "bitsandbytes"))
         assert ours["state_bytes"] > 0
         assert ours["extra_bytes"] >= 0
 
