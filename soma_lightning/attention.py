@@ -27,8 +27,8 @@ from torch import Tensor
 
 from soma_kernels.attention.call import PAD, KeyList
 from soma_kernels.attention.reference import attention_reference
-from soma_kernels.attention.tiles import KERNEL_DTYPES, MAX_HEAD_SIZE, MIN_HEAD_SIZE, why_unsupported
-from soma_kernels.runtime import device_facts, has_triton
+from soma_kernels.attention.tiles import MAX_HEAD_SIZE, MIN_HEAD_SIZE, why_unsupported
+from soma_kernels.runtime import KERNEL_DTYPES, device_facts, has_triton
 
 __all__ = ["ContextKV", "KeyList", "attention", "attention_implementation", "attention_path", "key_list"]
 

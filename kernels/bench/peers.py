@@ -32,6 +32,15 @@ class Hyper:
     weight_decay: float = 0.01
     max_norm: float = 1.0
 
+    def adamw(self) -> dict[str, Any]:
+        """What every AdamW takes, under torch's names."""
+        return {
+            "lr": self.lr,
+            "betas": (self.beta1, self.beta2),
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
+
 
 class Stepper(Protocol):
     """An optimizer bound to its parameters: `step` clips their `.grad` by the global norm and updates them."""
@@ -49,10 +58,7 @@ class Ours:
         self._max_norm = hyper.max_norm
         self.optimizer = FusedAdamW(
             params,
-            hyper.lr,
-            (hyper.beta1, hyper.beta2),
-            hyper.eps,
-            hyper.weight_decay,
+            **hyper.adamw(),
             master_weights=case.master,
             state_dtype=case.state if widened else None,
             implementation=implementation,
@@ -91,10 +97,7 @@ class TorchAdamW:
                 target.grad = torch.empty_like(target)
         self.optimizer = AdamW(
             self.targets,
-            hyper.lr,
-            (hyper.beta1, hyper.beta2),
-            hyper.eps,
-            hyper.weight_decay,
+            **hyper.adamw(),
             fused=kind == "fused",
             foreach=kind == "foreach",
             capturable=capturable,
@@ -132,10 +135,7 @@ def _apex(params: Sequence[Parameter], case: Case, hyper: Hyper) -> Stepper:
     # FusedAdam keeps fp32 moments; it accepts masters only in its capturable form.
     optimizer = import_module("apex.optimizers").FusedAdam(
         list(params),
-        lr=hyper.lr,
-        betas=(hyper.beta1, hyper.beta2),
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
+        **hyper.adamw(),
         adam_w_mode=True,
         capturable=case.master,
         master_weights=case.master,
@@ -144,14 +144,7 @@ def _apex(params: Sequence[Parameter], case: Case, hyper: Hyper) -> Stepper:
 
 
 def _bitsandbytes(params: Sequence[Parameter], case: Case, hyper: Hyper) -> Stepper:
-    optimizer = import_module("bitsandbytes.optim").AdamW(
-        list(params),
-        lr=hyper.lr,
-        betas=(hyper.beta1, hyper.beta2),
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
-        optim_bits=32,
-    )
+    optimizer = import_module("bitsandbytes.optim").AdamW(list(params), **hyper.adamw(), optim_bits=32)
     return _Library(params, hyper, optimizer, clip_grad_norm_)
 
 

@@ -12,6 +12,9 @@ from importlib.util import find_spec
 
 import torch
 
+#: What every kernel reads and writes; fp64 goes through the references.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class DeviceFacts:

@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +14,14 @@ from torch import Tensor
 from soma_kernels.optim.reference import GradStats
 from soma_lightning.optim.clipping import ClipRule
 from soma_lightning.optim.ownership import Ownership
-from soma_lightning.optim.state import StateFormat
+from soma_lightning.optim.state import StateFormat, ready_state
 
 if TYPE_CHECKING:
     from soma_lightning.optim.reference_step import ReferenceStep
     from soma_lightning.optim.triton_step import TritonStep
 
 
-_version_of = operator.attrgetter("_version")
+version_of = operator.attrgetter("_version")
 
 
 class GradientMark(NamedTuple):
@@ -36,12 +36,12 @@ class GradientMark(NamedTuple):
 
     @classmethod
     def of(cls, grads: Sequence[Tensor]) -> GradientMark:
-        return cls(list(map(weakref.ref, grads)), list(map(_version_of, grads)))
+        return cls(list(map(weakref.ref, grads)), list(map(version_of, grads)))
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
         """True if `grads` are these tensors, unwritten."""
         same = len(grads) == len(self.grads) and all(map(operator.is_, grads, map(operator.call, self.grads)))
-        return same and list(map(_version_of, grads)) == self.versions
+        return same and list(map(version_of, grads)) == self.versions
 
     def shares_one_with(self, grads: Sequence[Tensor]) -> bool:
         """True if at least one of `grads` is among these tensors."""
@@ -96,6 +96,11 @@ class Control:
         """Drops what was derived from parameters, gradients and state that may no longer be what they were."""
         self.path, self.known, self.last_stats, self.last_params = None, None, None, ()
         self.versions_of_masters.clear()
+
+    def ready_state(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """`state` of `param` as the next step needs it; the master of a parameter that somebody changed is checked."""
+        current = self.versions_of_masters.get(param) == param._version
+        return ready_state(param, state, self.form, master_is_current=current)
 
     def counters_on(self, device: torch.device) -> Tensor:
         """`counters`, moved to `device` if a step there needs them, without a synchronizing copy."""

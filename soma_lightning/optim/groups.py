@@ -117,15 +117,20 @@ def clip_groups(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list
     return ids, limits
 
 
+def _unsupported_setting(group: dict[str, Any]) -> str | None:
+    """The first unsupported setting that is switched on."""
+    return next((f"{setting}=True" for setting in UNSUPPORTED_SETTINGS if group.get(setting)), None)
+
+
 def refuse_settings(param_groups: Sequence[dict[str, Any]]) -> None:
     """ValueError for a setting that was put into a group after the optimizer was built and would be ignored."""
     for position, group in enumerate(param_groups):
-        for setting in UNSUPPORTED_SETTINGS:
-            if group.get(setting):
-                raise ValueError(
-                    f"parameter group {position} has {setting}=True, which FusedAdamW does not support; use "
-                    "torch.optim.AdamW for it"
-                )
+        unsupported = _unsupported_setting(group)
+        if unsupported:
+            raise ValueError(
+                f"parameter group {position} has {unsupported}, which FusedAdamW does not support; use "
+                "torch.optim.AdamW for it"
+            )
         for setting in NOT_OF_A_GROUP:
             if setting in group:
                 raise ValueError(
@@ -152,9 +157,9 @@ def clip_limits(param_groups: Sequence[dict[str, Any]], rule: ClipRule) -> list[
 
 def unsupported_in_group(group: dict[str, Any]) -> str | None:
     """The setting or parameter of a param group that has no fused counterpart, as words for an error; None if none."""
-    for setting in UNSUPPORTED_SETTINGS:
-        if group.get(setting):
-            return f"{setting}=True"
+    unsupported = _unsupported_setting(group)
+    if unsupported:
+        return unsupported
     if not group.get("decoupled_weight_decay", True):
         return "decoupled_weight_decay=False (L2 regularization)"
     if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group.get("betas", ())):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from soma_kernels.optim.reference import Decision, GradStats, adamw_step_, decide, grad_stats
 from soma_lightning.optim.clipping import ClipRule
 from soma_lightning.optim.groups import GroupWork, clip_groups, clip_limits, local, local_grad, present_work
-from soma_lightning.optim.state import MASTER_KEY, ready_state
+from soma_lightning.optim.state import MASTER_KEY
 
 if TYPE_CHECKING:
     from soma_lightning.optim.fused_adamw import FusedAdamW
@@ -64,7 +64,7 @@ class ReferenceWork:
     ) -> None:
         ids, _ = clip_groups(optimizer.param_groups)
         for position, group, params, grads in self.groups:
-            states = [self._ready(optimizer, p) for p in params]
+            states = [optimizer._control.ready_state(p, optimizer._states[p]) for p in params]
             beta1, beta2 = group["betas"]
             scale: float | Tensor | None = None if scales is None else scales[ids[position]]
             if take is None and isinstance(scale, Tensor):
@@ -88,12 +88,6 @@ class ReferenceWork:
             optimizer._control.versions_of_masters |= {
                 p: p._version for p, s in zip(params, states, strict=True) if MASTER_KEY in s
             }
-
-    @staticmethod
-    def _ready(optimizer: FusedAdamW, param: Tensor) -> dict[str, Any]:
-        control = optimizer._control
-        current = control.versions_of_masters.get(param) == param._version
-        return ready_state(param, optimizer._states[param], control.form, master_is_current=current)
 
 
 class ReferenceStep:

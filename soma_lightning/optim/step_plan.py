@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from soma_kernels.optim.plan import EMPTY_GRADIENT, StateTable, StepTable, Variant, WorkList
+from soma_lightning.optim.control import version_of
 from soma_lightning.optim.groups import (
     clip_groups,
     grouping,
@@ -27,7 +28,7 @@ from soma_lightning.optim.groups import (
     refuse_several_devices,
     refuse_sparse,
 )
-from soma_lightning.optim.state import MASTER_KEY, ready_state
+from soma_lightning.optim.state import MASTER_KEY
 
 if TYPE_CHECKING:
     from soma_lightning.optim.fused_adamw import FusedAdamW
@@ -39,7 +40,6 @@ _TABLE_KEYS = ("exp_avg", "exp_avg_sq", MASTER_KEY, "step")
 # Read for every tensor in every step: `map` with these takes a third less time than a comprehension.
 grad_of = operator.attrgetter("grad")
 requires_grad = operator.attrgetter("requires_grad")
-_version_of = operator.attrgetter("_version")
 _dtype_of = operator.attrgetter("dtype")
 _bytes_of = operator.attrgetter("nbytes")
 
@@ -73,18 +73,14 @@ class StepPlan:
         #: Parameters cut from one buffer share a version counter.
         self._own_versions = len({p.untyped_storage().data_ptr() for p in self._locals}) == len(self._locals)
         self._mastered = [p for p, master in zip(self.params, masters, strict=True) if master is not None]
-        self._versions = list(map(_version_of, self._mastered))
+        self._versions = list(map(version_of, self._mastered))
         self._grouping = grouping(optimizer.param_groups)
         self.work = self._work_list(optimizer)
         self.table = StepTable(self.work)
 
     def _make_state_ready(self, optimizer: FusedAdamW) -> None:
-        control = optimizer._control
         for param in self.params:
-            state = optimizer._states[param]
-            current = control.versions_of_masters.get(param) == param._version
-            ready_state(param, state, control.form, master_is_current=current)
-            _lay_out_like(param, state)
+            _lay_out_like(param, optimizer._control.ready_state(param, optimizer._states[param]))
 
     def _work_list(self, optimizer: FusedAdamW) -> WorkList:
         groups = optimizer.param_groups
@@ -157,7 +153,7 @@ class StepPlan:
         if control.state_was_seen and not self._state_is_in_place(optimizer):
             return False
         control.state_was_seen = False
-        if self._mastered and list(map(_version_of, self._mastered)) != self._versions:
+        if self._mastered and list(map(version_of, self._mastered)) != self._versions:
             return False
         now = [local(p) for p in self.params] if self._distributed else self._locals
         # A part of a parameter, or another dtype in memory that was free again, can start where the parameter did.
@@ -232,7 +228,7 @@ class StepPlan:
         torch.autograd.graph.increment_version(written)
         # A stand-in's copy counts by itself; everything else that was written moved by one.
         by_one = self._own_versions and not absent and not self.staged
-        self._versions = [v + 1 for v in self._versions] if by_one else list(map(_version_of, self._mastered))
+        self._versions = [v + 1 for v in self._versions] if by_one else list(map(version_of, self._mastered))
 
     def versions_of_masters(self) -> dict[Tensor, int]:
         """Parameter -> its version when its master was last written."""

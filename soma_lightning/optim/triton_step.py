@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from soma_kernels.optim.plan import KERNEL_DTYPES, Hyper
+from soma_kernels.optim.plan import Hyper
 from soma_kernels.optim.reference import GradStats
-from soma_kernels.runtime import device_facts, has_triton, is_interpreter
+from soma_kernels.runtime import KERNEL_DTYPES, device_facts, has_triton, is_interpreter
 from soma_lightning.optim.clipping import ClipRule
 from soma_lightning.optim.groups import clip_limits, is_capturing
 from soma_lightning.optim.step_plan import StepPlan, grad_of, requires_grad

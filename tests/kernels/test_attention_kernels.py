@@ -22,9 +22,9 @@ from soma_kernels.attention.forward import run_forward  # noqa: E402
 from soma_kernels.attention.function import attention_kernel  # noqa: E402
 from soma_kernels.attention.keys import key_list  # noqa: E402
 from soma_kernels.attention.reference import attention_reference  # noqa: E402
-from soma_kernels.attention.tiles import KERNEL_DTYPES, TABLE, Entry, find_tile, why_unsupported  # noqa: E402
+from soma_kernels.attention.tiles import TABLE, Entry, find_tile, why_unsupported  # noqa: E402
 from soma_kernels.launch import Prepared  # noqa: E402
-from soma_kernels.runtime import DeviceFacts  # noqa: E402
+from soma_kernels.runtime import KERNEL_DTYPES, DeviceFacts  # noqa: E402
 from soma_kernels.testing import (  # noqa: E402
     FACTOR_OVER_TORCH,
     TOLERANCE,

@@ -20,8 +20,6 @@ from soma_kernels.runtime import DeviceFacts
 
 Kernel = Literal["forward", "rows", "one_pass", "keys"]
 
-#: What the kernels read and write; sums are float32.
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Head sizes that the kernels take.
 MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 256
 

@@ -20,9 +20,6 @@ from torch import Tensor
 
 _P = TypeVar("_P")
 
-#: What the kernels read and write; fp64 goes through the reference.
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 #: fp64 words of one hyperparameter group in a StepTable.
 GROUP_WORDS = 7
 
@@ -230,18 +227,15 @@ class StateTable:
 
 
 class StepTable:
-    """What moves between steps: [n + 7 G + K + 1] 64-bit words, written by one asynchronous copy.
+    """What moves between steps: [n + 7 G + K] 64-bit words, written by one asynchronous copy.
 
     Gradient addresses (int64, 0: this tensor has no gradient), then fp64: seven words a group (lr, log beta1,
-    1 - beta1, log beta2, 1 - beta2, eps, weight decay), one limit a clip group (inf: none), and the normalizer.
+    1 - beta1, log beta2, 1 - beta2, eps, weight decay), and one limit a clip group (inf: none).
     """
 
     def __init__(self, work: WorkList) -> None:
         self.num_tensors = work.num_tensors
-        self._groups_at = self.num_tensors
-        self._limits_at = self._groups_at + GROUP_WORDS * work.num_groups
-        self._normalizer_at = self._limits_at + work.num_clips
-        size = self._normalizer_at + 1
+        size = self.num_tensors + GROUP_WORDS * work.num_groups + work.num_clips
         self.words = torch.empty(size, dtype=torch.int64, device=work.device)
         self._reals = self.words.view(torch.float64)
         self._pinned = work.device.type == "cuda"
@@ -268,7 +262,7 @@ class StepTable:
         for hyper in hypers:
             lr = hyper.lr
             if isinstance(lr, Tensor):
-                moved.append((self._groups_at + len(row), lr))
+                moved.append((self.num_tensors + len(row), lr))
                 lr = 0.0
             row += (lr, _log(hyper.beta1), 1 - hyper.beta1, _log(hyper.beta2), 1 - hyper.beta2)
             row += (hyper.eps, hyper.weight_decay)
