@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,6 +96,30 @@ class Control:
         """Drops what was derived from parameters, gradients and state that may no longer be what they were."""
         self.path, self.known, self.last_stats, self.last_params, self.last_vector = None, None, None, (), None
         self.versions_of_masters.clear()
+
+    def pending_rule(self, grads: Callable[[], Sequence[Tensor]]) -> ClipRule | None:
+        """The rule of the next step if the gradients stay as they are. grads: looks at them; asked only if needed."""
+        if self.rule is None or self.bound is None:
+            return self.rule
+        present = grads()
+        # Some of the same, or none as before: a rank without gradients must keep what the others keep.
+        return self.rule if self.bound.shares_one_with(present) or self.bound.holds(present) else None
+
+    def take_rule(self, grads: Callable[[], Sequence[Tensor]]) -> ClipRule | None:
+        """The rule of this step, which uses it up; RuntimeError if it is bound to gradients that changed since."""
+        rule, self.rule = self.rule, None
+        bound, self.bound = self.bound, None
+        if rule is None or bound is None:
+            return rule
+        present = grads()
+        if bound.holds(present):
+            return rule
+        if bound.shares_one_with(present):
+            raise RuntimeError(
+                "gradients were changed between clipping and step(); clipping happens inside the step here, so it "
+                "would act on the changed ones: clip last, or keep torch's step with fused_optimizer=False"
+            )
+        return None
 
     def ready_state(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """`state` of `param` as the next step needs it; the master of a parameter that somebody changed is checked."""

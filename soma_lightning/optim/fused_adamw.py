@@ -24,11 +24,10 @@ from soma_lightning.optim.groups import (
     clip_groups,
     grouping,
     is_capturing,
-    label,
     refuse_settings,
     unsupported_in_group,
 )
-from soma_lightning.optim.ownership import Ownership
+from soma_lightning.optim.ownership import Ownership, global_vector
 from soma_lightning.optim.reference_step import ReferenceStep, ReferenceWork
 from soma_lightning.optim.shards import refuse_divided
 from soma_lightning.optim.state import StateFormat, restore_precision, supported_state
@@ -118,17 +117,11 @@ class FusedAdamW(AdamW):
     @ownership.setter
     def ownership(self, ownership: Ownership | None) -> None:
         if ownership is not None:
-            self._refuse_unowned(ownership, self.param_groups)
+            ownership.refuse_unowned(self.param_groups)
             if self._control.rule is not None:
                 ownership.refuse_normalizer(self._control.rule.normalizer)
         self._control.ownership = ownership
         self._control.forget()
-
-    def _refuse_unowned(self, ownership: Ownership, new_groups: Iterable[dict[str, Any]]) -> None:
-        for param in chain.from_iterable(group["params"] for group in new_groups):
-            reason = ownership.why_not_counted(param)
-            if reason:
-                raise ValueError(f"{label(param, self.param_groups)} {reason}")
 
     @property
     def path_description(self) -> str:
@@ -148,12 +141,7 @@ class FusedAdamW(AdamW):
     @property
     def pending_clip(self) -> ClipRule | None:
         """What the next `step()` applies if the gradients stay as they are, or None."""
-        bound = self._control.bound
-        if bound is not None:
-            grads = self._present_grads()
-            if not (bound.shares_one_with(grads) or bound.holds(grads)):  # neither the same, nor none as before
-                return None
-        return self._control.rule
+        return self._control.pending_rule(self._present_grads)
 
     def clip(
         self,
@@ -162,19 +150,21 @@ class FusedAdamW(AdamW):
         normalizer: float | Tensor | None = None,
         *,
         norm_type: float | None = None,
+        loss_scale: float | Tensor | None = None,
     ) -> None:
         """Sets what the next `step()` applies to its gradients; replaces an earlier call, reads no gradient.
 
         max_norm: limit of the global norm over all groups without a limit of their own. max_value: limit of every
         element. normalizer: gradients are divided by it before either; over several ranks each gives its own count and
-        the sum of all divides. norm_type: 2.0 or inf; None means `self.norm_type`.
+        the sum of all divides. norm_type: 2.0 or inf; None means `self.norm_type`. loss_scale: of scaled losses (fp16),
+        equal on all ranks; gradients are divided by it too.
         Without arguments the pending rule is dropped. Raises ValueError when both limits are set, when one is not
         positive, and for a normalizer where ranks average their gradients.
         """
-        if self._control.ownership is not None:
-            self._control.ownership.refuse_normalizer(normalizer)
-        rule = ClipRule(max_norm, max_value, normalizer, self.norm_type if norm_type is None else norm_type)
-        self._control.rule = None if max_norm is None and max_value is None and normalizer is None else rule
+        rule = ClipRule(max_norm, max_value, normalizer, self.norm_type if norm_type is None else norm_type, loss_scale)
+        if self.ownership is not None:
+            self.ownership.refuse_normalizer(normalizer)
+        self._control.rule = rule if rule.divides or max_norm is not None or max_value is not None else None
         self._control.bound = None
 
     def clip_present(self, rule: ClipRule) -> None:
@@ -183,6 +173,8 @@ class FusedAdamW(AdamW):
         The rule is dropped with them: a step whose gradients are all new ones is not clipped. RuntimeError in the step
         when the gradients were written to in between: they would have been clipped before that, not after it.
         """
+        if self.ownership is not None:
+            self.ownership.refuse_normalizer(rule.normalizer)
         self._control.rule, self._control.bound = rule, GradientMark.of(self._present_grads())
 
     def _present_grads(self) -> list[Tensor]:
@@ -191,26 +183,10 @@ class FusedAdamW(AdamW):
 
     def _take_rule(self) -> ClipRule:
         """What this step applies, with this rank's share of the normalizer; a pending rule is used up."""
-        rule = self._take_pending() or ClipRule(norm_type=self.norm_type)
+        rule = self._control.take_rule(self._present_grads) or ClipRule(norm_type=self.norm_type)
         if self.ownership is None:
             return rule
         return dataclasses.replace(rule, normalizer=self.ownership.share_of(rule.normalizer))
-
-    def _take_pending(self) -> ClipRule | None:
-        control = self._control
-        rule, control.rule = control.rule, None
-        bound, control.bound = control.bound, None
-        if rule is None or bound is None:
-            return rule
-        grads = self._present_grads()
-        if bound.holds(grads):
-            return rule
-        if bound.shares_one_with(grads):
-            raise RuntimeError(
-                "gradients were changed between clipping and step(); clipping happens inside the step here, so it "
-                "would act on the changed ones: clip last, or keep torch's step with fused_optimizer=False"
-            )
-        return None
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float | None = None) -> Tensor:
@@ -227,7 +203,8 @@ class FusedAdamW(AdamW):
         stats = self._statistics(work, rule.norm_type)
         if not is_capturing(work.grads):
             self._control.known = KnownStats(GradientMark.of(work.grads), stats, grouping(self.param_groups))
-        return decide(self._over_all_processes(stats, None)).norm
+        self._control.last_vector = vector = global_vector(stats.vector, rule, self.ownership)
+        return decide(stats._replace(vector=vector)).norm
 
     def first_nonfinite_parameter(self) -> Tensor | None:
         """The first parameter (group order) whose gradient was non-finite in the last step or `grad_norm()`, if any.
@@ -258,7 +235,8 @@ class FusedAdamW(AdamW):
         if work is not None:
             stats = self._statistics(work, rule.norm_type)
             self._control.known = None
-            work.update(self, self._over_all_processes(stats, rule.normalizer), rule)
+            self._control.last_vector = vector = global_vector(stats.vector, rule, self.ownership)
+            work.update(self, stats._replace(vector=vector), rule)
         return loss
 
     def _choose_path(self) -> ReferenceStep | TritonStep:
@@ -299,21 +277,6 @@ class FusedAdamW(AdamW):
         control.last_stats = work.statistics(self, norm_type)
         control.last_params = work.params
         return control.last_stats
-
-    def _over_all_processes(self, stats: GradStats, normalizer: float | Tensor | None) -> GradStats:
-        """The statistics with the normalizer in them, over all ranks. One dtype, whatever gradients a rank has."""
-        vector, ownership = stats.vector, self.ownership
-        if normalizer is not None or ownership is not None:
-            vector = vector.to(vector.dtype if ownership is None else torch.float32, copy=True)
-        if normalizer is not None:
-            if isinstance(normalizer, Tensor) and normalizer.device.type != "cpu":
-                vector[1].copy_(normalizer)
-            else:
-                vector[1].fill_(float(normalizer))
-        if ownership is not None:
-            ownership.all_reduce_(vector, stats.norm_type)
-        self._control.last_vector = vector
-        return stats._replace(vector=vector)
 
     # ------------------------------------------------------------------ state
 
@@ -370,7 +333,7 @@ class FusedAdamW(AdamW):
             refuse_settings(self.param_groups)
             clip_groups(self.param_groups)
             if self.ownership is not None:
-                self._refuse_unowned(self.ownership, self.param_groups[-1:])
+                self.ownership.refuse_unowned(self.param_groups)
         except ValueError:
             self.param_groups.pop()
             raise

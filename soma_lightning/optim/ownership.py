@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from soma_kernels.optim.reference import VECTOR_SUMS
+from soma_lightning.optim.clipping import ClipRule
+from soma_lightning.optim.groups import label
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,6 +95,13 @@ class Ownership:
                 return f"lies on mesh dimension {name!r}, which is none of {', '.join(self.coordinates)}"
         return None
 
+    def refuse_unowned(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """ValueError naming a parameter of which nobody can own a part."""
+        for param in chain.from_iterable(group["params"] for group in param_groups):
+            reason = self.why_not_counted(param)
+            if reason:
+                raise ValueError(f"{label(param, param_groups)} {reason}")
+
     def counted(self, params: Sequence[Tensor]) -> list[bool]:
         """For each parameter: does this rank add its part to the global norm? The second of two equal ones does not."""
         seen: set[int] = set()
@@ -140,6 +150,34 @@ class Ownership:
         found: list[tuple[int, str | None]] = [(0, None)] * dist.get_world_size(self.group)
         dist.all_gather_object(found, (dist.get_rank(), text), group=self.group)
         return found
+
+
+def global_vector(vector: Tensor, rule: ClipRule, ownership: Ownership | None) -> Tensor:
+    """The statistics vector of `soma_kernels.optim.reference.GradStats` over all ranks, with the rule's divisors.
+
+    rule: with this rank's share of the normalizer. `vector` itself if there is nothing to do, else a new tensor.
+    """
+    if ownership is None and not rule.divides:
+        return vector
+    # One dtype on all ranks, whatever gradients a rank has.
+    vector = vector.to(vector.dtype if ownership is None else torch.float32, copy=True)
+    if rule.normalizer is not None:
+        _write(vector[1], rule.normalizer)
+    if ownership is not None:
+        ownership.all_reduce_(vector, rule.norm_type)
+    if rule.loss_scale is not None:
+        if rule.normalizer is None:
+            vector[1].fill_(1.0)
+        vector[1].mul_(rule.loss_scale)
+    return vector
+
+
+def _write(target: Tensor, value: float | Tensor) -> None:
+    """Sets a 0-d tensor; the host reads a value that is its own, and never one on a device."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        target.copy_(value)
+    else:
+        target.fill_(float(value))
 
 
 def _layout(param: Tensor) -> list[tuple[str | None, int, torch.distributed.tensor.Placement]]:

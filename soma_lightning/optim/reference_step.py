@@ -40,7 +40,7 @@ class ReferenceWork:
     def update(self, optimizer: FusedAdamW, stats: GradStats, rule: ClipRule) -> None:
         """Applies `rule` and AdamW, or counts a skipped step."""
         limits = clip_limits(optimizer.param_groups, rule)
-        normalize = rule.normalizer is not None
+        normalize = rule.divides
         decision = decide(stats, max_norm=limits, normalize=normalize)
         self._record(optimizer, decision)
         scaled = normalize or any(limit is not None for limit in limits)

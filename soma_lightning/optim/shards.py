@@ -7,7 +7,7 @@ A DTensor is a wrapper around this process's part. Writes through either count o
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -37,9 +37,14 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version if part is None else tensor._version + part._version
 
 
+def version_reader(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:
+    """`version_of`, or what does the same in a third of the time if all tensors are plain."""
+    return _version if _WHOLE.issuperset(map(type, tensors)) else version_of
+
+
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """`version_of` of each."""
-    return list(map(_version if _WHOLE.issuperset(map(type, tensors)) else version_of, tensors))
+    return list(map(version_reader(tensors), tensors))
 
 
 def local_grad(param: Tensor, grad: Tensor, param_groups: Sequence[dict[str, Any]]) -> Tensor:

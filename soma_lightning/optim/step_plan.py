@@ -19,7 +19,7 @@ from torch import Tensor
 
 from soma_kernels.optim.plan import EMPTY_GRADIENT, StateTable, StepTable, Variant, WorkList
 from soma_lightning.optim.groups import clip_groups, grouping, refuse_several_devices, refuse_sparse
-from soma_lightning.optim.shards import local, local_grad, refuse_divided, versions_of
+from soma_lightning.optim.shards import local, local_grad, refuse_divided, version_reader
 from soma_lightning.optim.state import MASTER_KEY
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class StepPlan:
         #: Parameters cut from one buffer share a version counter.
         self._own_versions = len({p.untyped_storage().data_ptr() for p in self._locals}) == len(self._locals)
         self._mastered = [p for p, master in zip(self.params, masters, strict=True) if master is not None]
-        self._versions = versions_of(self._mastered)
+        self._version_of = version_reader(self._mastered)
+        self._versions = list(map(self._version_of, self._mastered))
         self._grouping = grouping(optimizer.param_groups)
         self.work = self._work_list(optimizer)
         self.table = StepTable(self.work)
@@ -145,7 +146,7 @@ class StepPlan:
         if control.state_was_seen and not self._state_is_in_place(optimizer):
             return False
         control.state_was_seen = False
-        if self._mastered and versions_of(self._mastered) != self._versions:
+        if self._mastered and list(map(self._version_of, self._mastered)) != self._versions:
             return False
         now = [local(p) for p in self.params] if self._distributed else self._locals
         # A part of a parameter, or another dtype in memory that was free again, can start where the parameter did.
@@ -224,7 +225,7 @@ class StepPlan:
         torch.autograd.graph.increment_version(written)
         # A stand-in's copy counts by itself; everything else that was written moved by one.
         by_one = self._own_versions and not absent and not self.staged
-        self._versions = [v + 1 for v in self._versions] if by_one else versions_of(self._mastered)
+        self._versions = [v + 1 for v in self._versions] if by_one else list(map(self._version_of, self._mastered))
 
     def versions_of_masters(self) -> dict[Tensor, int]:
         """Parameter -> its version when its master was last written."""

@@ -78,7 +78,7 @@ class TritonWork:
             plan.table,
             stats,
             control.counters_on(plan.work.device),
-            normalize=rule.normalizer is not None,
+            normalize=rule.divides,
             max_value=rule.max_value,
         )
         plan.stage_out(self.absent)

@@ -194,6 +194,45 @@ def test_a_sum_with_a_normalizer_equals_the_mean(path: Path) -> None:
     assert largest_difference(a, b) < 1e-7
 
 
+@pytest.mark.parametrize("rule", [{}, {"max_norm": 0.01}, {"max_value": 0.3}, {"max_norm": 0.5, "normalizer": 16}])
+def test_a_scaled_loss_takes_the_step_of_the_plain_one_to_the_bit(path: Path, rule: dict[str, float]) -> None:
+    a, b = network(), network()
+    scaled, plain = path.fused(groups(a)), path.fused(groups(b))
+    scale = torch.tensor(2.0**16)
+    for step in range(3):
+        for model in (a, b):
+            model.zero_grad()
+            backward(model, step)
+        for p in a.parameters():
+            if p.grad is not None:
+                p.grad *= scale
+        scaled.clip(**rule, loss_scale=scale)
+        plain.clip(**rule)
+        scaled.step()
+        plain.step()
+        assert torch.equal(scaled.last_grad_norm, plain.last_grad_norm)
+    assert largest_difference(a, b) == 0.0
+    assert largest_difference(a, network()) > 0
+
+
+def test_a_scaled_loss_that_overflowed_skips_the_step(path: Path) -> None:
+    model = network()
+    fused = path.fused(groups(model))
+    backward(model, 0)
+    model[4].weight.grad[0, 0] = math.inf
+    fused.clip(loss_scale=2.0**16)
+    assert fused.pending_clip == ClipRule(loss_scale=2.0**16)
+    fused.step()
+    assert fused.consecutive_skips.item() == 1
+    assert largest_difference(model, network()) == 0.0
+
+
+def test_a_further_limit_keeps_what_gradients_are_divided_by() -> None:
+    rule = ClipRule(normalizer=3, loss_scale=8.0).tightened(ClipRule(max_norm=1.0))
+    assert (rule.normalizer, rule.loss_scale, rule.max_norm) == (3, 8.0, 1.0)
+    assert ClipRule(loss_scale=8.0).tightened(ClipRule(loss_scale=4.0)).loss_scale == 4.0
+
+
 def test_a_nonfinite_step_moves_nothing_and_is_counted(path: Path) -> None:
     model = network()
     fused = path.fused(groups(model))
@@ -653,6 +692,7 @@ def test_parameters_on_several_devices_are_refused(path: Path) -> None:
         ({"max_norm": "1"}, "max_norm='1' must be positive"),
         ({"max_value": True}, "max_value=True must be positive"),
         ({"normalizer": "8"}, "normalizer='8' must be a number or a 0-d tensor"),
+        ({"loss_scale": "8"}, "loss_scale='8' must be a number or a 0-d tensor"),
         ({"max_norm": 1.0, "norm_type": 3.0}, "norm_type=3.0 is not supported"),
     ],
 )
