@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE_TIMEOUT = 150
 
 
-def _run(file: Path, world: int, folder: Path) -> list[dict[str, str]]:
+def _run(file: Path, names: Sequence[str], world: int, device: str, folder: Path) -> list[dict[str, str]]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     logs = [(folder / f"{rank}.log").open("w") for rank in range(world)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(file), str(folder), str(rank), str(world)], env=env, stdout=log, stderr=log, cwd=ROOT
+            [sys.executable, str(file), str(folder), str(rank), str(world), device, *names],
+            env=env,
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
         )
         for rank, log in enumerate(logs)
     ]
@@ -42,9 +46,13 @@ def _run(file: Path, world: int, folder: Path) -> list[dict[str, str]]:
 def passes_on_all_ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], None]:
-    """Fails the test if the check of this name, or one before it, failed on a rank."""
-    world, folder = request.module.WORLD, tmp_path_factory.mktemp("ranks")
-    outcomes = _run(request.path, world, folder)
+    """Runs the module's NAMES among the checks of test_ranks.py, on WORLD ranks of DEVICE.
+
+    Fails the test if the check of this name, or one before it, failed on a rank.
+    """
+    module, folder = request.module, tmp_path_factory.mktemp("ranks")
+    file = Path(__file__).with_name("test_ranks.py")
+    outcomes = _run(file, module.NAMES, module.WORLD, module.DEVICE, folder)
 
     def assert_ok(name: str) -> None:
         for rank, outcome in enumerate(outcomes):

@@ -1,4 +1,4 @@
-"""How one rank runs the checks of a test file: `python test_x.py FOLDER RANK WORLD`, over gloo.
+"""How one rank runs checks of a test file: `python test_x.py FOLDER RANK WORLD DEVICE NAME ...`, over gloo or NCCL.
 
 A check is a function without arguments that every rank calls. A rank that fails writes its traceback and leaves, so
 that its peers fail in their next collective instead of waiting.
@@ -21,21 +21,24 @@ COLLECTIVE_TIMEOUT = 30
 
 
 def run_checks(checks: Mapping[str, Callable[[], None]]) -> None:
-    """Calls every check on this rank and writes what happened to FOLDER/RANK.json: name -> "ok" or a traceback."""
-    folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    """Calls the named checks on this rank; writes what happened to FOLDER/RANK.json: name -> "ok" or a traceback."""
+    folder, rank, world, device = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group(
-        "gloo",
+        "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT),
     )
     outcomes: dict[str, str] = {}
-    for name, check in checks.items():
+    for name in sys.argv[5:]:
         torch.manual_seed(0)
         try:
-            check()
+            checks[name]()
             dist.barrier()
             outcomes[name] = "ok"
         except BaseException:
