@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from soma_lightning import FusedAdamW
-from soma_lightning.optim.ownership import DIMENSIONS, Ownership, owns
+from soma_lightning.optim.clipping import ClipRule
+from soma_lightning.optim.ownership import DIMENSIONS, Ownership, global_vector, owns
 
 CPU = torch.device("cpu")
 
@@ -67,6 +68,22 @@ def test_a_normalizer_of_averages_is_refused_before_the_step() -> None:
     with pytest.raises(ValueError, match=r"normalizer=2, but gradients are averaged"):
         ours.clip(max_norm=1.0, normalizer=2)
     assert ours.pending_clip is None
+
+
+def test_the_reduced_vector_is_a_new_aligned_one_in_fp32() -> None:
+    class Alone(Ownership):
+        def all_reduce_(self, vector: Tensor, norm_type: float) -> None:
+            assert (vector.dtype, vector.is_contiguous(), vector.data_ptr() % 16) == (torch.float32, True, 0)
+            vector += 1
+
+    statistics = torch.arange(11, dtype=torch.float64)[1:5]
+    alone = Alone(dict.fromkeys(DIMENSIONS, 0), CPU)
+    total = global_vector(statistics, ClipRule(normalizer=torch.tensor(5), loss_scale=3), alone)
+    assert (total.dtype, total.data_ptr() % 16) == (torch.float32, 0)
+    assert total.tolist() == [2, 6 * 3, 4, 5]
+    assert global_vector(statistics, ClipRule(loss_scale=3), alone).tolist() == [2, 3, 4, 5]
+    assert statistics.tolist() == [1, 2, 3, 4]
+    assert global_vector(statistics, ClipRule(max_norm=1.0), None) is statistics
 
 
 class Placed(nn.Parameter):

@@ -269,6 +269,9 @@ def check_normalizer(sizes: Sizes) -> None:
     before = snapshot(ours)
     ours.step()  # nobody counted a sample
     assert (ours.skipped_steps, ours.consecutive_skips) == (1, 1)
+    ours.clip(normalizer=math.nan if dist.get_rank() == 0 else 1.0)
+    ours.step()
+    assert (ours.skipped_steps, ours.consecutive_skips) == (2, 2)
     assert all(map(torch.equal, snapshot(ours), before))
     assert explain_nonfinite(ours, ask_all_ranks=True) == "the norm is not finite or the normalizer not positive"
 
