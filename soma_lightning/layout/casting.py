@@ -25,14 +25,16 @@ def apply_precision(
 ) -> list[UnitCasts]:
     """Makes every unit with a precision of its own compute in it; call it once, after `fully_shard` if that is used.
 
-    sharded: whether `fully_shard` was applied to plan.units. forward_methods: names of methods besides forward that
-    enter a unit (`training_step`, ...); a module that lacks one is skipped. Units that follow the precision flag need
-    nothing: Lightning's plugin does what it does without sharding. Returns what `remove()` undoes.
+    sharded: whether `fully_shard` was applied to plan.units. forward_methods: qualified names of methods that enter
+    their module's unit as forward does ("training_step", "policy.sample_actions"); those of other modules need nothing.
+    Units that follow the precision flag need nothing either: Lightning's plugin does what it does without sharding.
+    Returns what `remove()` undoes. AttributeError for a method that does not exist.
     """
     parameters = dict(root.named_parameters(remove_duplicate=False))
     unsharded = {parameters[name] for name in plan.replicated} if sharded else set(parameters.values())
     starts = {module: None for unit in (*plan.units, *plan.unsharded) for module in unit.modules}
     paths = {module: name for name, module in root.named_modules()}
+    methods = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in forward_methods]
     applied = []
     for unit in (*plan.units, *plan.unsharded):
         if not unit.precision.explicit and unit.autocast is None:
@@ -40,7 +42,7 @@ def apply_precision(
         own = [named for module in unit.modules for named in modules_behind(paths[module], module, starts)]
         by_fsdp = sharded and unit in plan.units
         casts = UnitCasts(unit, own, unsharded, plan.autocast_dtype, inputs=not by_fsdp)
-        casts.install(forward_methods)
+        casts.install((root.get_submodule(path), method) for path, method in methods)
         applied.append(casts)
     return applied
 
@@ -92,14 +94,14 @@ class UnitCasts:
         self._context: torch.autocast | None = None
         self._undo: list[Callable[[], None]] = []
 
-    def install(self, forward_methods: Iterable[str]) -> None:
+    def install(self, forward_methods: Iterable[tuple[nn.Module, str]]) -> None:
         for module in self._modules:
             before = module.register_forward_pre_hook(self.on_entry, with_kwargs=True, prepend=True)
             after = module.register_forward_hook(self.on_exit, always_call=True)
             self._undo += [before.remove, after.remove]
-            for name in forward_methods:
-                if callable(getattr(module, name, None)) and name != "forward":
-                    self._wrap(module, name)
+        for module, name in forward_methods:
+            if module in self._modules:
+                self._wrap(module, name)
 
     def remove(self) -> None:
         """Takes hooks and wrapped methods away."""
@@ -177,18 +179,17 @@ class _CastMethod:
             self._casts.on_exit(self._module, args, None)
 
 
+@torch.no_grad()
 def _restore(store: dict[str, Any], key: str, original: Tensor, cast: Tensor) -> None:
     """Puts the original back, with what the forward wrote to a buffer (running statistics)."""
     present = store.get(key)
-    if isinstance(original, nn.Parameter) or present is None:
-        store[key] = original
-    elif present is not cast:  # replaced by the forward
+    if present is not cast and present is not None:  # replaced by the forward
         store[key] = present.to(original.dtype)
-    else:
-        # Copies back only what was written: rounding an untouched buffer would change it. Inference keeps no version.
-        if not cast.is_inference() and cast._version:
-            original.copy_(cast.detach())
-        store[key] = original
+        return
+    if present is not None and not isinstance(original, nn.Parameter):
+        # Entries that were not written keep their bits: the cast rounded them. Batch norm writes unseen by `_version`.
+        original.copy_(torch.where(present == original.to(cast.dtype), original, present.to(original.dtype)))
+    store[key] = original
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -295,8 +295,8 @@ class _Planner:
         if other is not None:
             one, two = (f"{path!r} ({_state(parameters[path])})" for path in (first, other))
             raise ValueError(
-                f"one module, {name!r}, owns {one} and {two}, which FSDP2 cannot keep in units of their own; store both "
-                "in one dtype and, if one is frozen, use frozen='replicate' or a wrapper with wrap_mode: subtree"
+                f"one module, {name!r}, owns {one} and {two}, which FSDP2 cannot keep in units of their own; store "
+                "them in one dtype and, if one is frozen, use frozen='replicate' or a wrapper with wrap_mode: subtree"
             )
         return keys[first]
 
