@@ -69,7 +69,6 @@ def find_boundaries(root: nn.Module, options: BoundaryOptions, rules: PrecisionR
     (`_no_split_modules`, `_no_split_names`) and, where it declares none, layers and leaves by size.
     ValueError for a selection without effect, a container, or boundaries that overlap.
     """
-    check_wrap_settings(options)
     found = {root: Boundary("", root, rules.root)}
     for name, wrapper in (options.wrappers or {}).items():
         _add_wrapper(found, root, name, wrapper, rules.of_wrapper(name))

@@ -106,12 +106,13 @@ class PrecisionRules:
         return self.bound.get(name, self.unbound)
 
 
-def read_precision(options: PrecisionOptions, precision: str) -> PrecisionRules:
+def read_precision(options: PrecisionOptions, precision: str | None) -> PrecisionRules:
     """The rules that the settings mean under Lightning's flag `precision` ("32-true", "bf16-mixed", ...).
 
-    Needs no model, so that a mistake is found when the strategy is built. ValueError names the entry and the way out.
+    None, where the flag is not known yet, finds the mistakes that do not depend on it. ValueError names the entry and
+    the way out.
     """
-    if precision not in FLAGS:
+    if precision is not None and precision not in FLAGS:
         raise ValueError(f"precision={precision!r} cannot be sharded; use one of {', '.join(FLAGS)}")
     unbound, root = _global_precision(options, precision)
     policies = {
@@ -129,7 +130,7 @@ def read_precision(options: PrecisionOptions, precision: str) -> PrecisionRules:
             f"mixed_precision_policies.{unused[0]} is bound to no wrapper; add `WRAPPER: {unused[0]}` to "
             "mixed_precision_rules, or remove the policy"
         )
-    autocast_dtype = FLAGS[precision].param_dtype
+    autocast_dtype = FLAGS[precision].param_dtype if precision else None
     return PrecisionRules(unbound, root, {w: policies[p] for w, p in rules.items()}, autocast_dtype)
 
 
@@ -145,12 +146,12 @@ def grad_dtype(precision: Precision, original: torch.dtype, *, replicated: bool)
     return precision.reduce_dtype or compute if replicated else compute
 
 
-def _global_precision(options: PrecisionOptions, precision: str) -> tuple[Precision, Precision]:
+def _global_precision(options: PrecisionOptions, precision: str | None) -> tuple[Precision, Precision]:
     """The precision of units without a rule and that of the root."""
     keep = options.keep_low_precision_grads
     settings = options.mixed_precision
     if settings is None:
-        default = replace(FLAGS[precision], keep_low_precision_grads=keep)
+        default = replace(FLAGS[precision or "32-true"], keep_low_precision_grads=keep)
         return default, default
     if not settings:
         raise ValueError("mixed_precision is empty; name at least one dtype or leave it out")
@@ -165,14 +166,14 @@ def _global_precision(options: PrecisionOptions, precision: str) -> tuple[Precis
     useless = [k for k in ("cast_forward_inputs", "cast_root_forward_inputs") if settings.get(k)]
     if unbound.param_dtype is None and useless:
         raise ValueError(f"mixed_precision.{useless[0]}=true has no effect without mixed_precision.param_dtype; set it")
-    if precision.endswith("-mixed") and unbound.param_dtype is torch.float32:
+    if precision in ("bf16-mixed", "16-mixed") and unbound.param_dtype is torch.float32:
         raise ValueError(
             f"mixed_precision.param_dtype=fp32 would turn off all that precision={precision!r} asks for; use '32-true'"
         )
     return unbound, replace(unbound, cast_forward_inputs=casts)
 
 
-def _read_policy(where: str, policy: Mapping[str, Any], precision: str, *, named: bool = True) -> Precision:
+def _read_policy(where: str, policy: Mapping[str, Any], precision: str | None, *, named: bool = True) -> Precision:
     if not isinstance(policy, Mapping):
         raise ValueError(f"{where}={policy!r} must be a mapping with {', '.join(_POLICY_KEYS)}")
     known = _POLICY_KEYS if named else _GLOBAL_KEYS
@@ -183,8 +184,8 @@ def _read_policy(where: str, policy: Mapping[str, Any], precision: str, *, named
     if named and missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}; a named policy states all three dtypes")
     dtypes = {key: _read_dtype(f"{where}.{key}", policy.get(key)) for key in _DTYPE_KEYS}
-    compute, allowed = dtypes["param_dtype"], _COMPUTE_DTYPES[precision]
-    if compute is not None and compute not in allowed:
+    compute, allowed = dtypes["param_dtype"], _COMPUTE_DTYPES.get(precision or "", ())
+    if precision is not None and compute is not None and compute not in allowed:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed) or "no policy at all"
         raise ValueError(
             f"{where}.param_dtype={policy['param_dtype']} does not go with precision={precision!r}, which allows "

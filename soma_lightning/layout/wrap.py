@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from soma_lightning.layout.boundaries import Boundary, BoundaryOptions, find_boundaries
+from soma_lightning.layout.boundaries import Boundary, BoundaryOptions, check_wrap_settings, find_boundaries
 from soma_lightning.layout.islands import fp32_islands
 from soma_lightning.layout.precision import Precision, PrecisionRules, grad_dtype, read_precision
 from soma_lightning.layout.selectors import Named, is_called
@@ -49,7 +49,8 @@ class Unit:
 
     name: path of the (first) module, "" for the root. modules: one, or several for one `fully_shard([...])`.
     mp: policy for `fully_shard`; None leaves dtypes alone. buffer_dtype: of float buffers while the unit computes.
-    reshard_after_forward: as in `fully_shard`; never True for the root, whose methods call each other.
+    reshard_after_forward: as in `fully_shard`; always True for frozen units, which backward seldom needs, and never for
+    the root, whose methods call each other.
     trainable: whether any of `parameters` trains. parameters: paths of what the unit shards.
     precision: where mp and buffer_dtype come from. autocast: what the unit does to an enclosing autocast while it
     computes: False turns it off, True on again, None leaves it.
@@ -83,6 +84,14 @@ class UnitPlan:
     autocast_dtype: torch.dtype | None = None
 
 
+def check_settings(options: PlanOptions) -> None:
+    """ValueError for what is wrong whatever the model and the precision flag are."""
+    if options.frozen not in ("auto", "replicate", "shard"):
+        raise ValueError(f"frozen={options.frozen!r} is unknown; use 'auto', 'replicate' or 'shard'")
+    check_wrap_settings(options)
+    read_precision(options, None)
+
+
 def plan_units(root: nn.Module, options: PlanOptions, *, precision: str) -> UnitPlan:
     """The plan for `root` under Lightning's flag `precision` ("32-true", "bf16-mixed", ...).
 
@@ -92,8 +101,7 @@ def plan_units(root: nn.Module, options: PlanOptions, *, precision: str) -> Unit
     "replicate") or become units without trainable ones ("shard"); only wrap_mode subtree and combined mix the two.
     ValueError for each setting that is wrong or would be ignored.
     """
-    if options.frozen not in ("auto", "replicate", "shard"):
-        raise ValueError(f"frozen={options.frozen!r} is unknown; use 'auto', 'replicate' or 'shard'")
+    check_settings(options)
     rules = read_precision(options, precision)
     boundaries = find_boundaries(root, options, rules)
     _merge_tied(root, boundaries)
@@ -225,16 +233,17 @@ class _Planner:
         return inner, self._unit(boundary.name, (boundary.module,), own, base.precision)
 
     def _unit(self, name: str, modules: tuple[nn.Module, ...], parts: list[_Part], precision: Precision) -> Unit:
-        reshard = self._options.reshard_after_forward
+        trainable = any(p.requires_grad for part in parts for p in part.parameters.values())
+        reshard = self._options.reshard_after_forward if trainable else True
         if modules[0] is self._root:
-            reshard = False if reshard is False else None
+            reshard = False if self._options.reshard_after_forward is False else None
         return Unit(
             name=name,
             modules=modules,
             mp=precision.fsdp_policy(),
             buffer_dtype=precision.buffer_dtype,
             reshard_after_forward=reshard,
-            trainable=any(p.requires_grad for part in parts for p in part.parameters.values()),
+            trainable=trainable,
             keep_low_precision_grads=precision.keep_low_precision_grads,
             parameters=tuple(dict.fromkeys(name for part in parts for name in part.parameters)),
             precision=precision,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from soma_lightning.layout import boundaries
-from soma_lightning.layout.wrap import UnitPlan, WrapOptions, plan_units
+from soma_lightning.layout.wrap import UnitPlan, WrapOptions, check_settings, plan_units
+from soma_lightning.strategy.options import StrategyOptions
 
 
 class Block(nn.Module):
@@ -279,9 +280,23 @@ def test_a_layer_used_many_times_is_one_unit():
 
 
 @pytest.mark.parametrize(("value", "of_root"), [(None, None), (True, None), (False, False)])
-def test_the_root_is_never_resharded_after_forward(value: bool | None, of_root: bool | None):
-    made = plan(DeclaringModel(), reshard_after_forward=value)
-    assert [unit.reshard_after_forward for unit in made.units] == [value, value, of_root]
+def test_frozen_units_are_freed_after_forward_and_the_root_never(value: bool | None, of_root: bool | None):
+    model = DeclaringModel()
+    model.trunk.blocks[1].requires_grad_(False)
+    made = plan(model, reshard_after_forward=value, frozen="shard")
+    assert [unit.reshard_after_forward for unit in made.units] == [True, value, of_root]
+
+
+def test_options_of_the_strategy_make_a_plan():
+    assert names(plan_units(DeclaringModel(), StrategyOptions(), precision="32-true")) == names(plan(DeclaringModel()))
+
+
+def test_settings_are_checked_without_a_model_and_a_flag():
+    check_settings(WrapOptions(mixed_precision={"param_dtype": "fp16"}))  # right under 16-mixed
+    with pytest.raises(ValueError, match="mixed_precision is empty"):
+        check_settings(WrapOptions(mixed_precision={}))
+    with pytest.raises(ValueError, match="wrap_policy is empty"):
+        check_settings(WrapOptions(wrap_policy={}))
 
 
 def test_the_plan_is_the_same_on_every_rank():
