@@ -148,6 +148,7 @@ class Policy(nn.Module):
         self.img = Image(activations)
         self.llm = nn.ModuleList(LanguageLayer() for _ in range(2))
         self.final_norm = RMSNorm()
+        self.unused_norm = RMSNorm()  # in one unit with final_norm where norms have their own
         for name in ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out"):
             layer = nn.Linear(W, W)
             layer._fsdp_wrap_name = name
@@ -294,13 +295,15 @@ def on_this_rank(case: str, mesh: Any) -> dict[str, Any]:
     loss = loss_of(policy, batches(stored)[dist.get_rank()], case)
     loss.backward()
     setattr(dist, name, original)
+    has_gradient = {name for name, p in policy.named_parameters() if p.grad is not None}
+    reduced = [(unit, [n for n in unit.parameters if n in has_gradient]) for unit in plan.units]
     expected = Counter(
         (
-            sum(parameters[name].numel() for name in unit.parameters),
+            sum(parameters[name].numel() for name in names),
             (unit.mp and (unit.mp.reduce_dtype or unit.mp.param_dtype)) or stored,
         )
-        for unit in plan.units
-        if unit.trainable
+        for unit, names in reduced
+        if names
     )
     return {**facts(policy, seen, [loss.item()]), "reductions": reductions, "expected_reductions": expected}
 
