@@ -190,7 +190,10 @@ def test_one_module_of_two_dtypes_is_an_error():
 def test_attention_projection_that_is_never_called_is_not_a_unit():
     model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 400))
     model[0].bfloat16()
-    assert names(plan(model)) == ["0", ""]
+    assert plan(model).units[0].modules == (model[0],)
+    model[0].float().out_proj.bfloat16()
+    with pytest.raises(ValueError, match=r"one module, '0', owns .* and '0.out_proj.weight'"):
+        plan(model)
 
 
 def test_frozen_parameters_are_replicated():
