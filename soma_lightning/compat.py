@@ -61,3 +61,13 @@ def keep_reduced_gradients_in(module: Module, dtype: torch.dtype) -> None:
                 "original dtype where this version expects it; use keep_low_precision_grads=False"
             )
         group._orig_dtype = dtype
+
+
+def completes_partial_units() -> bool:
+    """Whether FSDP2 finishes the forward pass of `fully_shard([a, b])` when only one of the two ran.
+
+    Before torch 2.13 it waits for the other one, in later passes too, and parameters stay as they were.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    return hasattr(FSDPState, "_force_complete_incomplete_states")

@@ -1,7 +1,8 @@
 """How does a unit compute in its dtypes where `fully_shard` does not see to it? Casts on entry, undone on exit.
 
-FSDP2 casts the parameters that it shards, and their inputs. The rest is done here: buffers, replicated parameters,
-autocast, and everything on one process, so that the same rules mean the same dtypes with and without sharding.
+FSDP2 casts the parameters that it shards, and the inputs of units of one module. The rest is done here: buffers,
+replicated parameters, autocast, and everything on one process, so that the same rules mean the same dtypes with and
+without sharding.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def apply_precision(
         if not unit.precision.explicit and unit.autocast is None:
             continue
         own = [named for module in unit.modules for named in modules_behind(paths[module], module, starts)]
-        by_fsdp = sharded and unit in plan.units
+        by_fsdp = sharded and unit in plan.units and len(unit.modules) == 1
         casts = UnitCasts(unit, own, unsharded, plan.autocast_dtype, inputs=not by_fsdp)
         casts.install((root.get_submodule(path), method) for path, method in methods)
         applied.append(casts)

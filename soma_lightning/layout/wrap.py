@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from soma_lightning.compat import completes_partial_units
 from soma_lightning.layout.boundaries import Boundary, BoundaryOptions, check_wrap_settings, find_boundaries
 from soma_lightning.layout.islands import fp32_islands
 from soma_lightning.layout.precision import Precision, PrecisionRules, grad_dtype, read_precision
@@ -47,7 +48,8 @@ class WrapOptions:
 class Unit:
     """What is gathered, computed and reduced together.
 
-    name: path of the (first) module, "" for the root. modules: one, or several for one `fully_shard([...])`.
+    name: path of the (first) module, "" for the root. modules: one, or several for one `fully_shard([...])`, whose
+    inputs `casting.apply_precision` casts.
     mp: policy for `fully_shard`; None leaves dtypes alone. buffer_dtype: of float buffers while the unit computes.
     reshard_after_forward: as in `fully_shard`; always True for frozen units, which backward seldom needs, and never for
     the root, whose methods call each other.
@@ -212,7 +214,7 @@ class _Planner:
             for part in parts:
                 below = [keys[m] for _, m in modules_behind("", part.module, self._boundaries) if m in keys]
                 if part.key != base and any(key != part.key for key in below):
-                    promoted = Boundary(part.name, part.module, part.key.precision)
+                    promoted = Boundary(part.name, part.module, self._below(boundary, part.key.precision))
                     with_it = {**self._boundaries, part.module: promoted}
                     self._boundaries = {m: with_it[m] for m in self._root.modules() if m in with_it}
                     return True
@@ -227,20 +229,30 @@ class _Planner:
             groups.setdefault(part.key, []).append(part)
         own = groups.pop(base)
         inner = [
-            self._unit(parts[0].name, tuple(p.module for p in parts), parts, key.precision)
-            for key, parts in groups.items()
+            self._unit(
+                together[0].name, tuple(p.module for p in together), together, self._below(boundary, key.precision)
+            )
+            for key, group in groups.items()
+            for together in ([group] if completes_partial_units() else reversed(_sharing_parameters(group)))
         ]
         return inner, self._unit(boundary.name, (boundary.module,), own, base.precision)
+
+    def _below(self, boundary: Boundary, precision: Precision) -> Precision:
+        """The precision of a part as a unit of its own: below the root, no longer that of the root."""
+        return self._rules.unbound if precision == self._rules.root and boundary.module is self._root else precision
 
     def _unit(self, name: str, modules: tuple[nn.Module, ...], parts: list[_Part], precision: Precision) -> Unit:
         trainable = any(p.requires_grad for part in parts for p in part.parameters.values())
         reshard = self._options.reshard_after_forward if trainable else True
         if modules[0] is self._root:
             reshard = False if self._options.reshard_after_forward is False else None
+        mp = precision.fsdp_policy()
+        if mp is not None and len(modules) > 1:  # torch < 2.13 casts inputs of the first module only
+            mp = replace(mp, cast_forward_inputs=False)
         return Unit(
             name=name,
             modules=modules,
-            mp=precision.fsdp_policy(),
+            mp=mp,
             buffer_dtype=precision.buffer_dtype,
             reshard_after_forward=reshard,
             trainable=trainable,
@@ -332,6 +344,19 @@ class _Planner:
             if len(by_dtype) > 1:
                 raise ValueError(_mixed_dtypes(boundary, by_dtype))
         return base
+
+
+def _sharing_parameters(parts: list[_Part]) -> list[list[_Part]]:
+    """One list a part, but those that share a parameter are in one."""
+    lists: list[list[_Part]] = []
+    for part in parts:
+        own = set(part.parameters.values())
+        sharing = next((known for known in lists if any(own & set(p.parameters.values()) for p in known)), None)
+        if sharing is None:
+            lists.append([part])
+        else:
+            sharing.append(part)
+    return lists
 
 
 def _state(param: nn.Parameter) -> str:

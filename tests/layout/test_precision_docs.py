@@ -184,6 +184,8 @@ def test_pi05_on_two_ranks_equals_one_process(trainable: str, ranks: list[dict[s
         assert result[trainable]["losses"][0] == pytest.approx(single["losses"][rank], rel=1e-5)
         gradients = result[trainable]["gradients"]
         assert gradients.keys() == single["gradients"].keys()
+        # Gradients of key biases are zero but for rounding: no error is measured against less than this.
+        floor = 1e-3 * max(grad.norm() for grad in single["gradients"].values())
         for name, expected in single["gradients"].items():
-            error = (gradients[name] - expected).norm() / expected.norm()
+            error = (gradients[name] - expected).norm() / expected.norm().clamp(min=floor)
             assert error < 1e-2, (name, error)  # two roundings of bf16

@@ -206,6 +206,14 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
         {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "keep_low_precision_grads": True}},
         False,
     ),
+    "two_stored_dtypes": (
+        "32-true",
+        {
+            "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "cast_root_forward_inputs": False},
+            "wrappers": {"stem": {"module_names": ["img.stem"]}},
+        },
+        False,
+    ),
     "example_recompute": ("bf16-mixed", example(), False),
     "bf16-mixed_recompute": ("bf16-mixed", {}, False),
     "replicated_low_gradients": (
@@ -226,6 +234,9 @@ def build(case: str) -> tuple[Policy, UnitPlan, torch.dtype]:
     torch.manual_seed(2)
     stored = {"bf16-true": BF16, "16-true": FP16}.get(flag, FP32)
     policy = Policy(BF16 if "mixed_precision" in settings else stored).to(stored)
+    if case == "two_stored_dtypes":  # one unit of two modules that are given fp32
+        for layer in (policy.action_in_proj, policy.time_mlp_in):
+            layer.bfloat16()
     policy.recompute = case.endswith("_recompute")
     if frozen:
         policy.img.requires_grad_(False)
@@ -277,6 +288,7 @@ def on_ranks() -> dict[str, dict[str, Any]]:
 
 def on_this_rank(case: str, mesh: Any) -> dict[str, Any]:
     policy, plan, stored = build(case)
+    assert case != "two_stored_dtypes" or [len(unit.modules) for unit in plan.units[-2:]] == [2, 1]
     parameters = dict(policy.named_parameters())
     ignored = {parameters[name] for name in plan.replicated}
     for unit in plan.units:
@@ -334,6 +346,7 @@ TOLERANCES = {
     "16-true": 2e-3,
     "bf16-true": 1e-2,
     "low_reduction": 1e-2,
+    "two_stored_dtypes": 1e-2,
     "low_gradients": 1e-2,
     "replicated_low_gradients": 1e-2,
     "bf16-mixed": 1e-2,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from soma_lightning.layout import boundaries
+from soma_lightning.layout import boundaries, wrap
 from soma_lightning.layout.wrap import UnitPlan, WrapOptions, check_settings, plan_units
 from soma_lightning.strategy.options import StrategyOptions
 
@@ -149,6 +149,15 @@ def test_modules_of_another_dtype_become_one_unit_inside():
     made = plan(model)
     (split,) = [unit for unit in made.units if unit.name == "trunk.blocks.0.norm"]
     assert split.modules == (model.trunk.blocks[0].norm, model.trunk.blocks[0].mlp[0])
+
+
+def test_they_are_units_one_by_one_where_torch_wants_all_of_a_unit_to_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wrap, "completes_partial_units", lambda: False)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 400))
+    model[:3].bfloat16()
+    model[2].weight = model[0].weight
+    made = plan(model)
+    assert [unit.modules for unit in made.units] == [(model[1],), (model[0], model[2]), (model,)]
 
 
 def test_direct_parameters_stay_in_their_boundary():
