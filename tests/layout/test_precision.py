@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from soma_lightning.compat import completes_partial_units
 from soma_lightning.layout.casting import apply_precision, cast_floating, keep_gradient_dtypes
 from soma_lightning.layout.islands import fp32_islands
-from soma_lightning.layout.precision import FLAGS, grad_dtype, read_precision
+from soma_lightning.layout.precision import FLAGS, Precision, grad_dtype, read_precision
 from soma_lightning.layout.wrap import Unit, UnitPlan, WrapOptions, plan_units
 from soma_lightning.models import PI05Config
 from soma_lightning.models.pi05.model import PI05Model
@@ -244,8 +245,6 @@ def test_mistakes_name_the_entry_and_the_way_out(flag: str, options: dict[str, A
     ],
 )
 def test_dtype_of_gradients(low: bool, replicated: bool, param: Any, reduce: Any, original: Any, expected: Any):
-    from soma_lightning.layout.precision import Precision
-
     precision = Precision(param, reduce, keep_low_precision_grads=low)
     assert grad_dtype(precision, original, replicated=replicated) is expected
 
@@ -416,6 +415,11 @@ def test_inputs_are_cast_wherever_they_are():
     assert cast["a"][0].dtype == cast["a"][1][0].dtype == cast["b"].keys[0].dtype == BF16
     assert cast["b"].mask is mask
     assert (cast["c"], cast["d"], x.dtype) == ("text", None, FP32)
+
+
+def test_torch_tells_whether_it_completes_partial_units():
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        assert completes_partial_units()
 
 
 def test_a_unit_says_where_its_policy_came_from():
