@@ -53,6 +53,7 @@ def keep_gradient_dtypes(root: nn.Module, plan: UnitPlan, *, sharded: bool, repl
 
     sharded: whether `fully_shard` was applied; call it after the units' lazy initialization, and again after another.
     replicated: whether each rank holds whole parameters (a shard dimension of one rank, or one process).
+    RuntimeError if this version of torch gives a parameter only gradients of its own dtype.
     """
     parameters = dict(root.named_parameters(remove_duplicate=False))
     for unit in plan.units:
@@ -60,6 +61,13 @@ def keep_gradient_dtypes(root: nn.Module, plan: UnitPlan, *, sharded: bool, repl
             continue
         trainable = [p for name in unit.parameters if (p := parameters[name]).requires_grad]
         dtype = grad_dtype(unit.precision, trainable[0].dtype, replicated=replicated)
+        if dtype == trainable[0].dtype:
+            continue
+        if not hasattr(torch.Tensor, "grad_dtype"):
+            raise RuntimeError(
+                f"torch {torch.__version__} gives parameters of {trainable[0].dtype} no gradients of {dtype}; store "
+                "them in the low dtype with master_weights=True, or leave keep_low_precision_grads out"
+            )
         for param in trainable:
             param.grad_dtype = dtype
         if sharded:

@@ -381,6 +381,17 @@ def test_gradients_that_stay_low(reduce: str, expected: torch.dtype):
         assert torch.equal(low.grad.float(), full.grad)
 
 
+def test_low_gradients_need_a_torch_that_gives_them(monkeypatch: pytest.MonkeyPatch):
+    plan = plan_units(
+        Net(),
+        WrapOptions(mixed_precision={**LOW, "reduce_dtype": "bf16"}, keep_low_precision_grads=True),
+        precision="32-true",
+    )
+    monkeypatch.setattr(torch, "Tensor", type("Tensor", (), {}))
+    with pytest.raises(RuntimeError, match="no gradients of torch.bfloat16; store them in the low"):
+        keep_gradient_dtypes(plan.units[-1].modules[0], plan, sharded=False, replicated=True)
+
+
 def test_a_copy_of_the_module_casts_itself():
     net = Net()
     applied(net, methods=("step",), mixed_precision=LOW)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from soma_lightning.layout.casting import apply_precision
+from soma_lightning.layout.mesh import NAMED_LAYOUTS
 from soma_lightning.layout.precision import FLAGS, grad_dtype
 from soma_lightning.layout.wrap import UnitPlan, WrapOptions, plan_units
 from soma_lightning.models import PI05Config
@@ -64,6 +65,16 @@ def test_a_row_says_what_happens(row: list[str]):
     optimizer.step()
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {moments}
     assert model.table.dtype == buffers
+
+
+def test_keys_of_other_configurations_lead_to_settings_that_exist():
+    table = PAGE.split("## Coming from RLinf\n")[1].strip().split("\n\n")[0]
+    pairs = re.findall(r"`(\w+): (\w+)`", "".join(row.split("|")[2] for row in table.splitlines()[2:]))
+    assert len(pairs) >= 6
+    fields = StrategyOptions.__dataclass_fields__
+    for key, value in pairs:
+        assert key in fields, key
+        assert key != "layout" or value in NAMED_LAYOUTS
 
 
 # -------------------------------------------------------------------- the settings for pi0.5
