@@ -298,6 +298,10 @@ def on_this_rank(case: str, mesh: Any) -> dict[str, Any]:
     apply_precision(policy, plan, sharded=True)
     fully_shard.state(policy)._lazy_init()
     keep_gradient_dtypes(policy, plan, sharded=True, replicated=case.startswith("replicated"))
+    with torch.no_grad():
+        loss_of(policy, batches(stored)[0], case)
+    loss_of(policy, batches(stored)[0], case).backward()  # what is compared is not the first pass
+    policy.zero_grad()
     seen = watch(policy)
     reductions: Counter[tuple[int, torch.dtype]] = Counter()
     # torch 2.13 renamed what FSDP2 calls.
