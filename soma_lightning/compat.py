@@ -5,7 +5,9 @@ Lightning is imported inside the functions, so that importing this module costs 
 
 from __future__ import annotations
 
+import torch
 from torch.amp.grad_scaler import GradScaler, OptState
+from torch.nn import Module
 from torch.optim import Optimizer
 
 
@@ -38,3 +40,34 @@ def count_as_single_device(strategy_class: type, *, fabric: bool) -> None:
         from lightning.pytorch.strategies import SingleDeviceStrategy
 
         SingleDeviceStrategy.register(strategy_class)
+
+
+def keep_reduced_gradients_in(module: Module, dtype: torch.dtype) -> None:
+    """Makes FSDP2 hand the reduced gradients of a unit to its parameters in `dtype` instead of the parameters' own.
+
+    Every parameter of the unit must have `grad_dtype` set to `dtype`. Lasts until FSDP2 reads the unit's dtypes again
+    (lazy initialization). Raises RuntimeError if this version of torch keeps the record elsewhere.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch < 2.12 has one group a unit
+        groups = [group for group in [state._fsdp_param_group] if group is not None]
+    for group in groups:
+        if not hasattr(group, "_orig_dtype"):
+            raise RuntimeError(
+                f"torch {torch.__version__} cannot keep reduced gradients in {dtype}: FSDP2 does not record the "
+                "original dtype where this version expects it; use keep_low_precision_grads=False"
+            )
+        group._orig_dtype = dtype
+
+
+def completes_partial_units() -> bool:
+    """Whether FSDP2 finishes the forward pass of `fully_shard([a, b])` when only one of the two ran.
+
+    Before torch 2.13 it waits for the other one, in later passes too, and parameters stay as they were.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    return hasattr(FSDPState, "_force_complete_incomplete_states")
