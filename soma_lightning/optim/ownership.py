@@ -7,8 +7,9 @@ better.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -23,3 +24,29 @@ class Ownership(Protocol):
 
         One collective for norm_type 2.0 (a sum). The host does not wait for it.
         """
+
+
+class MeshOwnership:
+    """Ownership over a 4-D mesh: a shard counts on the ranks with coordinate 0 in every dimension it is not cut along."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+
+    @classmethod
+    def from_mesh(cls, mesh: Any) -> MeshOwnership:
+        return cls(mesh)
+
+    def counted(self, params: Sequence[Tensor]) -> Sequence[bool]:
+        return [not any(place for name, place in self.place.items() if name not in _cut(p)) for p in params]
+
+    def reduce(self, vector: Tensor, norm_type: float) -> Tensor:
+        total = vector.clone()
+        dist.all_reduce(total, dist.ReduceOp.SUM if norm_type == 2.0 else dist.ReduceOp.MAX)
+        return total
+
+
+def _cut(param: Tensor) -> set[str]:
+    mesh = getattr(param, "device_mesh", None)
+    if mesh is None:
+        return set()
+    return {n for n, p in zip(mesh.mesh_dim_names, param.placements, strict=True) if not p.is_replicate()}

@@ -1,6 +1,7 @@
 """What the Trainer's and Fabric's strategy do alike: set up the module, take over optimizers, guard every step.
 
-Sharding belongs in `setup_module`, which runs before optimizers exist (Trainer) or are taken over (Fabric).
+Modules are sharded in `setup_module`, before optimizers exist (Trainer) or are taken over (Fabric). One process has no
+process group and nothing is sharded.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from soma_lightning.layout.mesh import Layout, resolve_layout
+from soma_lightning.layout.full_state import accept_full_state
+from soma_lightning.layout.mesh import Layout, WorldMesh, resolve_layout
+from soma_lightning.layout.shard import ShardedModule, shard_module
+from soma_lightning.layout.wrap import plan_units
 from soma_lightning.optim.adoption import adopt, why_not_adopted
 from soma_lightning.optim.clipping import ClipRule
 from soma_lightning.optim.fused_adamw import FusedAdamW
+from soma_lightning.optim.ownership import MeshOwnership
 from soma_lightning.optim.state import LOW_PRECISION
+from soma_lightning.strategy import processes
+from soma_lightning.strategy.faults import FailureWatch
 from soma_lightning.strategy.options import StrategyOptions
+from soma_lightning.strategy.relink import ParameterNames
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,13 @@ class Engine:
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
         self.layout: Layout | None = None
+        self.world_size = 1
+        self.mesh: WorldMesh | None = None
+        self._failures: FailureWatch | None = None
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._sharded: weakref.WeakKeyDictionary[Module, ShardedModule] = weakref.WeakKeyDictionary()
+        self._names = ParameterNames()
+        self._relinked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._paths: weakref.WeakKeyDictionary[Optimizer, OptimizerPath] = weakref.WeakKeyDictionary()
         self._watches: weakref.WeakKeyDictionary[Optimizer, _SkipWatch] = weakref.WeakKeyDictionary()
 
@@ -69,33 +83,86 @@ class Engine:
     def setup_world(self, *, devices: int, num_nodes: int, processes: int) -> None:
         """Fixes the layout for `devices` times `num_nodes` in a world that a launcher started with `processes`.
 
-        ValueError if the layout does not fit, or for more than one process.
+        ValueError if the layout does not fit, or if a launcher started another number of processes.
         """
-        if devices * num_nodes > 1:
+        asked = devices * num_nodes
+        if processes != asked:
             raise ValueError(
-                f"strategy 'somaspeed' runs one process in this version, but {devices * num_nodes} were asked for "
-                f"(num_nodes={num_nodes}); use devices=1, num_nodes=1"
+                f"{asked} processes were asked for (devices={devices} x num_nodes={num_nodes}), but this is one of "
+                f"{processes} that a launcher (torchrun, srun, mpirun) started; make both the same"
             )
-        if processes > 1:
-            raise ValueError(
-                f"strategy 'somaspeed' runs one process in this version, but this is one of {processes} that a "
-                "launcher (torchrun, srun, mpirun) started; start a single one"
-            )
-        self.layout = resolve_layout(self.options.layout, world_size=1, num_nodes=num_nodes)
+        layout = resolve_layout(self.options.layout, world_size=asked, num_nodes=num_nodes)
+        for name in ("tensor", "pipeline"):
+            if getattr(layout, name) > 1:
+                raise ValueError(
+                    f"Layout({name}={getattr(layout, name)}) is not available in this version; leave {name}=1 and use "
+                    "replicate and shard"
+                )
+        self.layout, self.world_size = layout, asked
+        if asked == 1:
+            self.options.refuse_on_one_process()
 
-    def setup_module(self, module: Module) -> Module:
-        """Prepares a module that is on its device, before any optimizer is taken over. May be called again."""
+    def join_processes(self, *, rank: int, address: str, port: int, device: torch.device) -> None:
+        """Makes the process group and the mesh; nothing for one process. May be called again."""
+        if self.world_size == 1 or self.mesh is not None:
+            return
+        assert self.layout is not None
+        processes.join_processes(
+            rank=rank,
+            world_size=self.world_size,
+            address=address,
+            port=port,
+            device=device,
+            seconds=self.options.timeout,
+        )
+        self.mesh = WorldMesh.build(self.layout, device.type)
+        self._failures = FailureWatch.of_this_process(rank, self.world_size)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tells the other ranks that this one fails, so that none waits for it."""
+        if self._failures is not None:
+            self._failures.report(error)
+
+    def is_sharded(self, module: Module) -> bool:
+        return module in self._sharded
+
+    def sharded(self, module: Module) -> ShardedModule | None:
+        """How `module` was sharded, None with one process."""
+        return self._sharded.get(module)
+
+    def setup_module(self, module: Module, *, device: torch.device, precision: str) -> Module:
+        """Prepares a module before any optimizer is taken over. May be called again.
+
+        precision: Lightning's flag. With several processes the module's parameters are divided in place.
+        """
         self._modules.add(module)
+        if self.mesh is None or module in self._sharded:
+            return module
+        self._names.remember(module)
+        plan = plan_units(module, self.options, precision=precision)
+        self._sharded[module] = shard_module(
+            module, plan, self.mesh, device=device, forward_methods=self.options.forward_methods or ()
+        )
+        self._names.follow(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> OptimizerPath:
         """Gives a plain AdamW the fused step, in place; other optimizers stay as they are.
 
-        Raises ValueError if the settings ask for something that this optimizer cannot do.
+        With several processes an optimizer that holds parameters from before sharding gets today's.
+        Raises ValueError if the settings ask for something that this optimizer cannot do, or if it holds parameters
+        of no module that was set up.
         """
+        if self.mesh is not None:
+            self._names.relink(optimizer)
+            if optimizer not in self._relinked:
+                accept_full_state(optimizer)
+                self._relinked.add(optimizer)
         path = self._fuse(optimizer)
         if not path.fused:
             self.options.refuse_without_fused_step(path.description)
+        elif self.mesh is not None and isinstance(optimizer, FusedAdamW):
+            optimizer.ownership = MeshOwnership.from_mesh(self.mesh.device_mesh)
         self._paths[optimizer] = path
         return path
 
@@ -186,7 +253,22 @@ class Engine:
             for name, candidate in module.named_parameters():
                 if candidate is param:
                     return name
-        return f"a parameter of shape {tuple(param.shape)}"
+        return self._names.name_of(param) or f"a parameter of shape {tuple(param.shape)}"
+
+    def before_backward(self) -> None:
+        """Call before every backward pass."""
+        for sharded in self._sharded.values():
+            sharded.before_backward()
+
+    def after_backward(self) -> None:
+        """Call after every backward pass."""
+        for sharded in self._sharded.values():
+            sharded.after_backward()
+
+    def after_evaluation(self) -> None:
+        """Call when an evaluation loop is over: hooks that follow must see shards, not gathered parameters."""
+        for sharded in self._sharded.values():
+            sharded.reshard()
 
     @contextlib.contextmanager
     def gradient_sync(self, module: Module, *, enabled: bool) -> Iterator[None]:
@@ -194,7 +276,15 @@ class Engine:
 
         With one process there is nothing to reduce.
         """
-        yield
+        sharded = self._sharded.get(module)
+        if sharded is None:
+            yield
+            return
+        sharded.set_gradient_sync(enabled)
+        try:
+            yield
+        finally:
+            sharded.set_gradient_sync(True)
 
 
 def _described(optimizer: FusedAdamW) -> str:

@@ -11,12 +11,16 @@ import torch
 from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from soma_lightning.compat import count_as_single_device
+from soma_lightning.compat import one_process_class, script_launcher, set_rank_of_messages
+from soma_lightning.layout.full_state import gather
 from soma_lightning.layout.mesh import Layout
 from soma_lightning.optim.fused_adamw import FusedAdamW
+from soma_lightning.strategy import processes
+from soma_lightning.strategy.checkpoint import refuse_directory
 from soma_lightning.strategy.engine import Engine
 from soma_lightning.strategy.options import StrategyOptions
 from soma_lightning.strategy.report import build_report
@@ -63,6 +67,7 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
         pipeline: dict[str, Any] | None = None,
         forward_methods: list[str] | None = None,
         cpu_offload: bool = False,
+        timeout: float = 1800.0,
     ) -> None:
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not used by Fabric; pass it to fabric.clip_gradients")
@@ -94,6 +99,7 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
             pipeline=pipeline,
             forward_methods=forward_methods,
             cpu_offload=cpu_offload,
+            timeout=timeout,
         )
         self.engine = Engine(options)
         self._num_nodes = 1
@@ -114,29 +120,81 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
     def num_nodes(self) -> int:
         return self._num_nodes
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.world_size > 1
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks as a 4-D mesh: pp, dp_replicate, dp_shard, tp. RuntimeError with one process or before `launch`."""
+        if self.engine.mesh is None:
+            raise RuntimeError("there is no device mesh: the run has one process, or was not launched")
+        return self.engine.mesh.device_mesh
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of the data this rank reads, for data sets that divide themselves."""
+        return 0 if self.engine.mesh is None else self.engine.mesh.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """How many parts the data has."""
+        return 1 if self.engine.mesh is None else self.engine.mesh.dp_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
+
+    def _set_world_ranks(self) -> None:
+        """Called by Fabric's connector, before the launcher is chosen."""
+        assert self.parallel_devices is not None
+        devices = len(self.parallel_devices)
+        if self.cluster_environment is not None and devices * self.num_nodes > 1:
+            self.cluster_environment.set_world_size(devices * self.num_nodes)
+            self.cluster_environment.set_global_rank(self.node_rank * devices + self.local_rank)
+        set_rank_of_messages(self.global_rank)
+
     def _configure_launcher(self) -> None:
         """Last call of Fabric's connector, when devices and nodes are known. One process needs no launcher."""
         assert self.parallel_devices is not None
-        self.engine.setup_world(devices=len(self.parallel_devices), num_nodes=self.num_nodes, processes=self.world_size)
+        assert self.cluster_environment is not None
+        devices = len(self.parallel_devices)
+        self.engine.setup_world(devices=devices, num_nodes=self.num_nodes, processes=self.world_size)
+        if not self.is_distributed:
+            self.__class__ = one_process_class(type(self), fabric=True)  # type: ignore[assignment]
+        elif not self.cluster_environment.creates_processes_externally:
+            self._launcher = script_launcher(self.cluster_environment, devices, self.num_nodes, fabric=True)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if not self.is_distributed:
+            return
+        assert self.cluster_environment is not None
+        self.engine.join_processes(
+            rank=self.global_rank,
+            address=self.cluster_environment.main_address,
+            port=self.cluster_environment.main_port,
+            device=self.root_device,
+        )
 
     def module_to_device(self, module: Module) -> None:
         module.to(self.root_device)
 
-    # One process: every collective is the identity.
-
     def all_reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        return tensor
+        return processes.reduce(tensor, group, reduce_op) if self.is_distributed else tensor
 
     def barrier(self, name: str | None = None) -> None:
-        return None
+        if self.is_distributed:
+            processes.barrier(self.root_device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj
+        return processes.broadcast(obj, src) if self.is_distributed else obj
 
     # ------------------------------------------------------------------ set-up
 
     def setup_module(self, module: Module) -> Module:
-        module = self.engine.setup_module(module)
+        module = self.engine.setup_module(module, device=self.root_device, precision=str(self.precision.precision))
         self._last_module = weakref.ref(module)
         return module
 
@@ -161,7 +219,17 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
     ) -> dict[str, Any]:
         if weights_only is None:
             weights_only = self.engine.options.checkpoint_weights_only
+        refuse_directory(path)
         return super().load_checkpoint(path, state, strict, weights_only)
+
+    def save_checkpoint(
+        self, path: str | Path, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Every rank calls it; rank 0 gets the whole tensors, one at a time, and writes the file."""
+        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        if self.is_distributed:
+            converted = gather(converted, keep=self.is_global_zero)
+        super().save_checkpoint(path, converted, storage_options)
 
     def _report(self, module: Module, optimizers: list[Optimizer]) -> None:
         report = self.engine.options.report
@@ -181,6 +249,11 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
             facts.write(report)
 
     # ------------------------------------------------------------------ training
+
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        self.engine.before_backward()
+        super().backward(tensor, module, *args, **kwargs)
+        self.engine.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
         result = super().optimizer_step(optimizer, **kwargs)
@@ -230,6 +303,3 @@ class _BackwardSync:
 
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         return self._engine.gradient_sync(module, enabled=not enabled)
-
-
-count_as_single_device(FabricSomaSpeedStrategy, fabric=True)

@@ -10,16 +10,28 @@ from typing import Any, Literal, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from soma_lightning.compat import count_as_single_device, unwrap_optimizer
+from soma_lightning.compat import (
+    one_process_class,
+    script_launcher,
+    set_rank_of_messages,
+    turn_inference_mode_off,
+    unwrap_optimizer,
+)
+from soma_lightning.layout.full_state import gather
 from soma_lightning.layout.mesh import Layout
 from soma_lightning.optim.fused_adamw import FusedAdamW
+from soma_lightning.strategy import processes
+from soma_lightning.strategy.checkpoint import refuse_directory
 from soma_lightning.strategy.engine import Engine
 from soma_lightning.strategy.options import StrategyOptions
 from soma_lightning.strategy.precision import with_deferred_clipping
@@ -83,6 +95,7 @@ class SomaSpeedStrategy(ParallelStrategy):
         pipeline: dict[str, Any] | None = None,
         forward_methods: list[str] | None = None,
         cpu_offload: bool = False,
+        timeout: float = 1800.0,
     ) -> None:
         options = StrategyOptions(
             layout=layout,
@@ -110,6 +123,7 @@ class SomaSpeedStrategy(ParallelStrategy):
             pipeline=pipeline,
             forward_methods=forward_methods,
             cpu_offload=cpu_offload,
+            timeout=timeout,
         )
         self.engine = Engine(options)
         self._num_nodes = 1
@@ -137,28 +151,75 @@ class SomaSpeedStrategy(ParallelStrategy):
         return self.world_size > 1
 
     @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks as a 4-D mesh: pp, dp_replicate, dp_shard, tp. RuntimeError with one process or before `setup`."""
+        if self.engine.mesh is None:
+            raise RuntimeError("there is no device mesh: the run has one process, or has not begun")
+        return self.engine.mesh.device_mesh
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of the data this rank reads, for data sets that divide themselves."""
+        return 0 if self.engine.mesh is None else self.engine.mesh.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """How many parts the data has."""
+        return 1 if self.engine.mesh is None else self.engine.mesh.dp_size
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
+
+    def set_world_ranks(self) -> None:
+        """Called by Trainer's connector, before the launcher is chosen."""
+        assert self.parallel_devices is not None
+        devices = len(self.parallel_devices)
+        if self.cluster_environment is not None and devices * self.num_nodes > 1:
+            self.cluster_environment.set_world_size(devices * self.num_nodes)
+            self.cluster_environment.set_global_rank(self.node_rank * devices + self.local_rank)
+        set_rank_of_messages(self.global_rank)
 
     def _configure_launcher(self) -> None:
         """Last call of Trainer's connector, when devices and nodes are known. One process needs no launcher."""
         assert self.parallel_devices is not None
-        self.engine.setup_world(devices=len(self.parallel_devices), num_nodes=self.num_nodes, processes=self.world_size)
+        assert self.cluster_environment is not None
+        devices = len(self.parallel_devices)
+        self.engine.setup_world(devices=devices, num_nodes=self.num_nodes, processes=self.world_size)
+        if not self.is_distributed:
+            self.__class__ = one_process_class(type(self), fabric=False)  # type: ignore[assignment]
+        elif not self.cluster_environment.creates_processes_externally:
+            self._launcher = script_launcher(self.cluster_environment, devices, self.num_nodes, fabric=False)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if not self.is_distributed:
+            return
+        reset_seed()
+        assert self.cluster_environment is not None
+        self.engine.join_processes(
+            rank=self.global_rank,
+            address=self.cluster_environment.main_address,
+            port=self.cluster_environment.main_port,
+            device=self.root_device,
+        )
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self.device_mesh
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.root_device)
-
-    # One process: every collective is the identity.
+        if not self.is_distributed:  # else sharding moves it, one unit after the other
+            self.model.to(self.root_device)
 
     def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        return tensor
+        return processes.reduce(tensor, group, reduce_op) if self.is_distributed else tensor
 
     def barrier(self, name: str | None = None) -> None:
-        return None
+        if self.is_distributed:
+            processes.barrier(self.root_device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj
+        return processes.broadcast(obj, src) if self.is_distributed else obj
 
     # ------------------------------------------------------------------ set-up
 
@@ -170,8 +231,16 @@ class SomaSpeedStrategy(ParallelStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else with_deferred_clipping(plugin, self.engine)
 
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.is_distributed:
+            turn_inference_mode_off(trainer)
+            _refuse_copies_of_the_module(trainer)
+        super().setup(trainer)
+
     def _setup_model(self, model: Module) -> Module:
-        return self.engine.setup_module(model)
+        if self._layer_sync is not None and self.is_distributed and not self.engine.is_sharded(model):
+            model = self._layer_sync.apply(model)
+        return self.engine.setup_module(model, device=self.root_device, precision=str(self.precision_plugin.precision))
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -183,9 +252,24 @@ class SomaSpeedStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if weights_only is None:
             weights_only = self.engine.options.checkpoint_weights_only
+        refuse_directory(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Every rank calls it; rank 0 gets the whole tensors, one at a time, and writes the file."""
+        if self.is_distributed:
+            checkpoint = gather(checkpoint, keep=self.is_global_zero)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     # ------------------------------------------------------------------ training
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.engine.before_backward()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.engine.after_backward()
 
     def optimizer_step(
         self,
@@ -229,6 +313,34 @@ class SomaSpeedStrategy(ParallelStrategy):
         with self.engine.gradient_sync(self.model, enabled=False):
             yield
 
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.engine.after_evaluation()
+
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self.engine.after_evaluation()
+
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self.engine.after_evaluation()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self.engine.report_failure(exception)
+
+    def teardown(self) -> None:
+        """Leaves shards on their device: whole modules only go to the CPU."""
+        if not self.is_distributed:
+            super().teardown()
+            return
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
     def on_train_end(self) -> None:
         """Says how many steps the run lost: skips that do not follow each other never stop it."""
         super().on_train_end()
@@ -248,14 +360,18 @@ class SomaSpeedStrategy(ParallelStrategy):
         assert module is not None
         trainer = module.trainer
         report = self.engine.options.report
-        if report is False or trainer.barebones or not self.is_global_zero:
+        if report is False or trainer.barebones:
+            return
+        # Every rank asks for it: the Trainer takes rank 0's answer.
+        folder = trainer.log_dir or trainer.default_root_dir
+        if not self.is_global_zero:
             return
         facts = self._build_report(trainer, module)
         rank_zero_info(facts.summary())
         if isinstance(report, str):
             facts.write(report)
         elif not getattr(trainer, "fast_dev_run", False):
-            facts.write(Path(trainer.log_dir or trainer.default_root_dir) / "run_report.json")
+            facts.write(Path(folder) / "run_report.json")
 
     def _build_report(self, trainer: pl.Trainer, module: pl.LightningModule) -> RunReport:
         assert self.engine.layout is not None
@@ -282,4 +398,11 @@ class SomaSpeedStrategy(ParallelStrategy):
         return f"by {algorithm} {trainer.gradient_clip_val}{norm}"
 
 
-count_as_single_device(SomaSpeedStrategy, fabric=False)
+def _refuse_copies_of_the_module(trainer: pl.Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} copies the module before its parameters are divided over "
+                f"{trainer.world_size} processes and cannot average them; use devices=1, or a callback that averages "
+                "the parameters it finds in on_train_start"
+            )
