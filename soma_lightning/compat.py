@@ -141,3 +141,11 @@ def renew_fsdp_dtypes(module: Module) -> None:
     for group in fsdp_groups(module):
         if group._orig_dtype is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
             group._init_mp_dtypes()
+
+
+def follow_requires_grad(module: Module) -> None:
+    """Gives the gathered parameters of a unit the `requires_grad` of their shards, which may have changed meanwhile."""
+    for group in fsdp_groups(module):
+        if group.is_unsharded:
+            for param in group.fsdp_params:
+                param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)

@@ -13,7 +13,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from soma_lightning.compat import begin_fsdp, gather_for_backward_only_what_it_visits, renew_fsdp_dtypes
+from soma_lightning.compat import (
+    begin_fsdp,
+    follow_requires_grad,
+    gather_for_backward_only_what_it_visits,
+    renew_fsdp_dtypes,
+)
 from soma_lightning.layout.full_state import accept_full_tensors
 from soma_lightning.layout.mesh import WorldMesh
 from soma_lightning.layout.wrap import Unit, UnitPlan
@@ -82,6 +87,11 @@ class ShardedModule:
             flat /= self.mesh.dp_size
             for grad, mean in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
                 grad.copy_(mean.view_as(grad))
+
+    def follow_requires_grad(self) -> None:
+        """Call after `requires_grad` of shards changed in the middle of a forward pass, whose parameters are gathered."""
+        for head in self._heads:
+            follow_requires_grad(head)
 
     def reshard(self) -> None:
         """Frees gathered parameters; the module's parameters are the shards again. For the end of an evaluation."""

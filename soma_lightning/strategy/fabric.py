@@ -12,6 +12,7 @@ from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -274,7 +275,8 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
         error_if_nonfinite: RuntimeError for a non-finite norm, before anything changes (reads the norm on the host).
         """
         if not isinstance(optimizer, FusedAdamW):
-            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.precision.unscale_gradients(optimizer)
         norm = optimizer.grad_norm(norm_type)
         if error_if_nonfinite and not norm.isfinite():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from soma_lightning.compat import (
 )
 from soma_lightning.layout.full_state import gather
 from soma_lightning.layout.mesh import Layout
+from soma_lightning.layout.shard import ShardedModule
 from soma_lightning.optim.fused_adamw import FusedAdamW
 from soma_lightning.strategy import processes
 from soma_lightning.strategy.checkpoint import refuse_directory
@@ -240,7 +242,12 @@ class SomaSpeedStrategy(ParallelStrategy):
     def _setup_model(self, model: Module) -> Module:
         if self._layer_sync is not None and self.is_distributed and not self.engine.is_sharded(model):
             model = self._layer_sync.apply(model)
-        return self.engine.setup_module(model, device=self.root_device, precision=str(self.precision_plugin.precision))
+        first_time = not self.engine.is_sharded(model)
+        model = self.engine.setup_module(model, device=self.root_device, precision=str(self.precision_plugin.precision))
+        sharded = self.engine.sharded(model)
+        if sharded is not None and first_time:
+            _follow_toggles(model, sharded)
+        return model
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -396,6 +403,19 @@ class SomaSpeedStrategy(ParallelStrategy):
         algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
         norm = f" (norm type {self.engine.options.norm_type})" if algorithm == "norm" else ""
         return f"by {algorithm} {trainer.gradient_clip_val}{norm}"
+
+
+def _follow_toggles(module: Module, sharded: ShardedModule) -> None:
+    """`toggle_optimizer` acts on the optimizer's parameters, the shards; inside a step the gathered ones compute."""
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
+        toggle = getattr(module, name)
+
+        @functools.wraps(toggle)
+        def toggle_and_follow(*args: Any, _toggle: Callable[..., None] = toggle, **kwargs: Any) -> None:
+            _toggle(*args, **kwargs)
+            sharded.follow_requires_grad()
+
+        setattr(module, name, toggle_and_follow)
 
 
 def _refuse_copies_of_the_module(trainer: pl.Trainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.ranks import ranks_run
 
 STEPS, BATCH = 10, 4
 
@@ -27,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own clipping hook": {"own_hook": 0.05},
     "stock optimizer": {"options": {"fused_optimizer": False}, "accumulate": 3, "clip": 0.05},
     "reshard": {"options": {"reshard_after_forward": True}, "accumulate": 3},
+    "manual, two optimizers": {"manual": True, "clip": None},
     "no reshard": {"options": {"reshard_after_forward": False}},
 }
 
@@ -71,6 +75,55 @@ class Net(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Manual(Net):
+    """Two optimizers in turn, one of them clipped, the other over two backward passes."""
+
+    def __init__(self, case: dict[str, Any], seed: int = 7) -> None:
+        super().__init__(case, seed)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        body, head = self.optimizers()
+        self.toggle_optimizer(body)
+        body.zero_grad()
+        self.manual_backward(self(batch).pow(2).mean())
+        self.clip_gradients(body, gradient_clip_val=0.05)
+        body.step()
+        self.untoggle_optimizer(body)
+        with head.toggle_model(sync_grad=False):
+            self.manual_backward(self(batch).abs().mean())
+        with head.toggle_model(sync_grad=True):
+            self.manual_backward(self(batch).pow(2).mean())
+        head.step()
+        head.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return two_optimizers(self)
+
+
+def two_optimizers(module: nn.Module) -> list[torch.optim.AdamW]:
+    named = list(module.named_parameters())
+    return [
+        torch.optim.AdamW([p for n, p in named if not n.startswith("head.")], lr=0.01),
+        torch.optim.AdamW([p for n, p in named if n.startswith("head.")], lr=0.02),
+    ]
+
+
+def manual_single_process(case: dict[str, Any]) -> dict[str, Tensor]:
+    model = Net(case)
+    body, head = two_optimizers(model)
+    for batch in samples().split(BATCH * 4):
+        model.zero_grad()
+        model(batch).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(body.param_groups[0]["params"], 0.05)
+        body.step()
+        model.zero_grad()
+        model(batch).abs().mean().backward()
+        model(batch).pow(2).mean().backward()
+        head.step()
+    return whole(model)
+
+
 def make_optimizer(module: nn.Module, case: dict[str, Any]) -> torch.optim.AdamW:
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not case.get("two_groups"):
@@ -99,7 +152,7 @@ def trainer_for(strategy: Any, case: dict[str, Any], world_size: int, **settings
         accelerator="cpu",
         devices=world_size,
         strategy=strategy,
-        max_steps=STEPS,
+        max_steps=STEPS * (2 if case.get("manual") else 1),  # every optimizer counts
         accumulate_grad_batches=case.get("accumulate", 1),
         gradient_clip_val=case.get("clip"),
         gradient_clip_algorithm=case.get("algorithm"),
@@ -115,29 +168,33 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
     return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in module.named_parameters()}
 
 
-def train(layout: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """On every rank: the whole parameters after each case, and what the strategy made of it."""
+def train(layouts: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """On every rank: the whole parameters after each case of each layout, and what the strategy made of it."""
+    return {layout: {case: one_run(layout, CASES[case]) for case in cases} for layout, cases in layouts.items()}
+
+
+def one_run(layout: str, case: dict[str, Any]) -> dict[str, Any]:
     from soma_lightning import SomaSpeedStrategy
 
-    found = {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for name, case in cases.items():
-        model = Net(case, seed=7 + rank)  # other values on every rank: those of rank 0 count
-        trainer = trainer_for(SomaSpeedStrategy(layout=layout, report=False, **case.get("options", {})), case, world_size)
-        trainer.fit(model, part_of_batches(case, rank, world_size))
-        mesh = trainer.strategy.device_mesh
-        found[name] = {
-            "parameters": whole(model),
-            "mesh": (mesh.mesh_dim_names, tuple(mesh.mesh.shape)),
-            "optimizer": type(trainer.optimizers[0]).__name__,
-            "head": (type(model.head.weight).__name__, str(getattr(model.head.weight, "placements", None))),
-            "prefix": type(model.prefix.weight).__name__,
-        }
-    return found
+    kind = Manual if case.get("manual") else Net
+    model = kind(case, seed=7 + rank)  # other values on every rank: those of rank 0 count
+    strategy = SomaSpeedStrategy(layout=layout, report=False, **case.get("options", {}))
+    trainer = trainer_for(strategy, case, world_size)
+    trainer.fit(model, part_of_batches(case, rank, world_size))
+    return {
+        "parameters": whole(model),
+        "mesh": tuple(strategy.device_mesh.mesh.shape),
+        "optimizers": {type(optimizer).__name__ for optimizer in strategy.optimizers},
+        "placements": {n: str(getattr(p, "placements", None)) for n, p in model.named_parameters()},
+        "memory": {n: p.to_local().numel() if hasattr(p, "to_local") else p.numel() for n, p in model.named_parameters()},
+    }
 
 
 def single_process(case: dict[str, Any]) -> dict[str, Tensor]:
     """The same training with torch alone: AdamW, clip_grad_norm_, StepLR."""
+    if case.get("manual"):
+        return manual_single_process(case)
     model = Net(case)
     optimizer = make_optimizer(model, case)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
@@ -160,35 +217,51 @@ def single_process(case: dict[str, Any]) -> dict[str, Tensor]:
     return whole(model)
 
 
+#: World size -> layouts and their cases, all in one set of processes: starting them takes longest.
+RUNS: dict[int, dict[str, list[str]]] = {
+    2: {"fsdp": list(CASES), "replicate": ["accumulation", "everything", "manual, two optimizers"]},
+    4: {"fsdp": ["everything", "manual, two optimizers"], "hsdp": ["norm", "everything", "frozen prefix, sharded"]},
+}
+ALL = [(size, layout, case) for size, layouts in RUNS.items() for layout, cases in layouts.items() for case in cases]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[Any]]:
-    """Results of `train` for a layout, computed once."""
-    from tests.conftest import ranks_run
-
-    known: dict[tuple[str, int], list[Any]] = {}
-
-    def results(layout: str, world_size: int) -> list[Any]:
-        key = (layout, world_size)
-        if key not in known:
-            folder = tmp_path_factory.mktemp("ranks")
-            settings: Any = {"layout": layout, "world_size": world_size, "cases": CASES}
-            known[key] = ranks_run(train, folder, **settings)
-        return known[key]
-
-    return results
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
+    """Results of `train` for a world size, computed once."""
+    return functools.cache(
+        lambda size: ranks_run(train, tmp_path_factory.mktemp("ranks"), world_size=size, arguments={"layouts": RUNS[size]})
+    )
 
 
-LAYOUTS = [("fsdp", 2), ("replicate", 2), ("fsdp", 4), ("hsdp", 4)]
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
-def test_ten_steps_equal_one_process(trained: Any, layout: str, world_size: int, case: str) -> None:
+@pytest.mark.parametrize(("world_size", "layout", "case"), ALL)
+def test_ten_steps_equal_one_process(trained: Any, world_size: int, layout: str, case: str) -> None:
     expected = single_process(CASES[case])
     start = dict(Net(CASES[case]).named_parameters())
     assert (expected["head.weight"] - start["head.weight"]).abs().max() > 0.01
-    for found in trained(layout, world_size):
-        assert found[case]["optimizer"] == ("AdamW" if case == "stock optimizer" else "FusedAdamW")
+    for rank in trained(world_size):
+        found = rank[layout][case]
+        assert found["optimizers"] == {"AdamW" if case == "stock optimizer" else "FusedAdamW"}
         for name, value in expected.items():
-            difference = (found[case]["parameters"][name] - value).abs().max().item()
+            difference = (found["parameters"][name] - value).abs().max().item()
             assert difference <= 1e-6, f"{name} differs by {difference}"
+
+
+def test_layouts_are_what_they_are_called(trained: Any) -> None:
+    """Numbers alone would not tell: plain sharding gives the same."""
+    two, four = trained(2)[0], trained(4)[0]
+    assert two["fsdp"]["plain"]["mesh"] == (1, 1, 2, 1)
+    assert two["replicate"]["everything"]["mesh"] == (1, 2, 1, 1)
+    assert four["fsdp"]["everything"]["mesh"] == (1, 1, 4, 1)
+    assert four["hsdp"]["norm"]["mesh"] == (1, 2, 2, 1)
+    assert four["hsdp"]["norm"]["placements"]["head.weight"] == "(Replicate(), Shard(dim=0))"
+    assert [rank["hsdp"]["norm"]["memory"]["norm.weight"] for rank in trained(4)] == [4, 4, 4, 4]
+    assert [rank["fsdp"]["everything"]["memory"]["norm.weight"] for rank in trained(4)] == [2, 2, 2, 2]
+    assert [rank["fsdp"]["everything"]["memory"]["head.bias"] for rank in trained(4)] == [1, 1, 1, 0]
+    assert two["replicate"]["everything"]["memory"]["norm.weight"] == 8
+
+
+def test_frozen_parameters_stay_whole_unless_told(trained: Any) -> None:
+    placements = {case: trained(2)[0]["fsdp"][case]["placements"] for case in CASES}
+    assert placements["frozen prefix"]["prefix.weight"] == placements["frozen prefix"]["blocks.1.bias"] == "None"
+    assert placements["frozen prefix"]["blocks.0.bias"] == "(Shard(dim=0),)"
+    assert placements["frozen prefix, sharded"]["blocks.1.bias"] == "(Shard(dim=0),)"
