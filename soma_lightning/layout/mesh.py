@@ -114,13 +114,19 @@ class WorldMesh:
 
     @classmethod
     def build(cls, layout: Layout, device_type: str) -> WorldMesh:
-        """Makes the process groups of a resolved layout; every rank calls it once, after the world's group exists."""
+        """Makes the process groups of a resolved layout, or finds them; all ranks call it, once the world's exists."""
+        import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        world, known = _BUILT.get((layout, device_type), (None, None))
+        if known is not None and world is dist.group.WORLD:
+            return known
         shape = layout.mesh_shape()
         mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=MESH_DIMS)
         data = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
-        return cls(mesh, data, layout)
+        built = cls(mesh, data, layout)
+        _BUILT[layout, device_type] = (dist.group.WORLD, built)
+        return built
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -140,3 +146,7 @@ class WorldMesh:
         """Which part of the data this rank reads; the same for ranks that differ in tp or pp only."""
         place = self.coordinate
         return place["dp_replicate"] * self.layout.mesh_shape()["dp_shard"] + place["dp_shard"]
+
+
+#: Meshes of this process, with the group of the world that they were made in.
+_BUILT: dict[tuple[Layout, str], tuple[Any, WorldMesh]] = {}

@@ -112,7 +112,8 @@ def shard_module(
     """
     _refuse_unshardable(root)
     names = dict(root.named_parameters())
-    ignored = {names[name] for name in plan.replicated}
+    replicated = [names[name] for name in plan.replicated]  # in this order on every rank
+    ignored = set(replicated)
     done: set[int] = set()
     facts = []
     for unit in plan.units:
@@ -132,7 +133,7 @@ def shard_module(
     for head in heads:
         gather_for_backward_only_what_it_visits(head)
     accept_full_tensors(root)
-    return ShardedModule(root, mesh, heads, facts, list(ignored))
+    return ShardedModule(root, mesh, heads, facts, replicated)
 
 
 def _refuse_unshardable(root: Module) -> None:

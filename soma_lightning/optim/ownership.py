@@ -7,33 +7,20 @@ better.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 
-class Ownership(Protocol):
-    """What `FusedAdamW` asks when its parameters live in several processes."""
-
-    def counted(self, params: Sequence[Tensor]) -> Sequence[bool]:
-        """For each parameter: does this process add the squares of its local gradient to the global norm?"""
-
-    def reduce(self, vector: Tensor, norm_type: float) -> Tensor:
-        """The statistics vector of `soma_kernels.optim.reference.GradStats` over all processes, a new tensor.
-
-        One collective for norm_type 2.0 (a sum). The host does not wait for it.
-        """
-
-
-class MeshOwnership:
+class Ownership:
     """Ownership over a 4-D mesh: a shard counts on the ranks with coordinate 0 in every dimension it is not cut along."""
 
     def __init__(self, mesh: Any) -> None:
         self.place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
 
     @classmethod
-    def from_mesh(cls, mesh: Any) -> MeshOwnership:
+    def from_mesh(cls, mesh: Any) -> Ownership:
         return cls(mesh)
 
     def counted(self, params: Sequence[Tensor]) -> Sequence[bool]:

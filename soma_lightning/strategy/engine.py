@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from soma_lightning.layout.wrap import plan_units
 from soma_lightning.optim.adoption import adopt, why_not_adopted
 from soma_lightning.optim.clipping import ClipRule
 from soma_lightning.optim.fused_adamw import FusedAdamW
-from soma_lightning.optim.ownership import MeshOwnership
+from soma_lightning.optim.ownership import Ownership
 from soma_lightning.optim.state import LOW_PRECISION
 from soma_lightning.strategy import processes
 from soma_lightning.strategy.faults import FailureWatch
@@ -65,6 +65,10 @@ class _SkipWatch:
 class Engine:
     """The strategy without Lightning around it."""
 
+    # Of the process: a module that one Trainer sharded may be given to another one.
+    _sharded: weakref.WeakKeyDictionary[Module, ShardedModule] = weakref.WeakKeyDictionary()
+    _names = ParameterNames()
+
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
         self.layout: Layout | None = None
@@ -72,8 +76,6 @@ class Engine:
         self.mesh: WorldMesh | None = None
         self._failures: FailureWatch | None = None
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._sharded: weakref.WeakKeyDictionary[Module, ShardedModule] = weakref.WeakKeyDictionary()
-        self._names = ParameterNames()
         self._relinked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._paths: weakref.WeakKeyDictionary[Optimizer, OptimizerPath] = weakref.WeakKeyDictionary()
         self._watches: weakref.WeakKeyDictionary[Optimizer, _SkipWatch] = weakref.WeakKeyDictionary()
@@ -130,21 +132,46 @@ class Engine:
         """How `module` was sharded, None with one process."""
         return self._sharded.get(module)
 
-    def setup_module(self, module: Module, *, device: torch.device, precision: str) -> Module:
+    def setup_module(
+        self, module: Module, *, device: torch.device, precision: str, thawed_by: str | None = None
+    ) -> Module:
         """Prepares a module before any optimizer is taken over. May be called again.
 
         precision: Lightning's flag. With several processes the module's parameters are divided in place.
+        thawed_by: who will let frozen parameters train later; they are sharded then. ValueError if the settings forbid
+        it.
         """
         self._modules.add(module)
-        if self.mesh is None or module in self._sharded:
+        before = self._sharded.get(module)
+        if before is not None:
+            self._refuse_other_layout(module, before)
+        if self.mesh is None or before is not None:
             return module
         self._names.remember(module)
-        plan = plan_units(module, self.options, precision=precision)
+        options = self.options
+        if thawed_by is not None:
+            if options.frozen == "replicate":
+                raise ValueError(
+                    f"frozen='replicate', but {thawed_by} trains frozen parameters later, and compares whole ones with "
+                    "shards; use frozen='auto' or 'shard'"
+                )
+            options = replace(options, frozen="shard")
+        plan = plan_units(module, options, precision=precision)
         self._sharded[module] = shard_module(
             module, plan, self.mesh, device=device, forward_methods=self.options.forward_methods or ()
         )
         self._names.follow(module)
         return module
+
+    def _refuse_other_layout(self, module: Module, before: ShardedModule) -> None:
+        if before.mesh.layout != self.layout:
+            raise ValueError(
+                f"{type(module).__name__} was sharded as {before.mesh.layout} by an earlier run of this process and "
+                f"cannot become {self.layout}; use the same layout, or load its checkpoint into a new object"
+            )
+
+    def _sharded_modules(self) -> list[ShardedModule]:
+        return [sharded for module in self._modules if (sharded := self._sharded.get(module)) is not None]
 
     def setup_optimizer(self, optimizer: Optimizer) -> OptimizerPath:
         """Gives a plain AdamW the fused step, in place; other optimizers stay as they are.
@@ -162,7 +189,7 @@ class Engine:
         if not path.fused:
             self.options.refuse_without_fused_step(path.description)
         elif self.mesh is not None and isinstance(optimizer, FusedAdamW):
-            optimizer.ownership = MeshOwnership.from_mesh(self.mesh.device_mesh)
+            optimizer.ownership = Ownership.from_mesh(self.mesh.device_mesh)
         self._paths[optimizer] = path
         return path
 
@@ -257,17 +284,17 @@ class Engine:
 
     def before_backward(self) -> None:
         """Call before every backward pass."""
-        for sharded in self._sharded.values():
+        for sharded in self._sharded_modules():
             sharded.before_backward()
 
     def after_backward(self) -> None:
         """Call after every backward pass."""
-        for sharded in self._sharded.values():
+        for sharded in self._sharded_modules():
             sharded.after_backward()
 
     def after_evaluation(self) -> None:
         """Call when an evaluation loop is over: hooks that follow must see shards, not gathered parameters."""
-        for sharded in self._sharded.values():
+        for sharded in self._sharded_modules():
             sharded.reshard()
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ short while, then prints the traceback and ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -40,6 +41,8 @@ class FailureWatch:
         self._store = separate_store()
         self._watched = separate_store()
         self._reported = threading.Event()
+        #: Rank and traceback of the first failure, once this rank has seen it.
+        self._first = ""
         threading.Thread(target=self._watch, name="soma-failure-watch", daemon=True).start()
         self._next_hook = sys.excepthook
         sys.excepthook = self._excepthook
@@ -52,36 +55,39 @@ class FailureWatch:
         if self._reported.is_set() or isinstance(error, SystemExit):
             return
         self._reported.set()
-        text = "".join(traceback.format_exception(error))
+        text = f"{self.rank}\n{''.join(traceback.format_exception(error))}"
         try:
-            first = self._store.compare_set(_FAILED, "", f"{self.rank}\n{text}").decode()
-            culprit, _, their_text = first.partition("\n")
-            if int(culprit) == self.rank:
-                self._wait_for_others()
-            else:
-                self._store.add(_SEEN, 1)
-                error.add_note(f"rank {culprit} failed first:\n{their_text}")
-        except (RuntimeError, ValueError):
-            # The rank with the store is gone, and with it whoever could be told.
-            error.add_note("the other ranks could not be told")
+            first = self._first or self._store.compare_set(_FAILED, "", text).decode()
+        except RuntimeError:  # the rank with the store is gone, and with it whoever could be told
+            error.add_note("another rank is gone; its output says why")
+            return
+        if first == text:
+            self._wait_for_others()
+            return
+        culprit, _, their_text = first.partition("\n")
+        error.add_note(f"rank {culprit} failed first:\n{their_text}")
+        with contextlib.suppress(RuntimeError):
+            self._store.add(_SEEN, 1)
 
     def _wait_for_others(self) -> None:
         """The store lives in one of the ranks: it must not go before everybody has read it."""
         end = time.monotonic() + _FAREWELL
-        while time.monotonic() < end and self._store.add(_SEEN, 0) < self.world_size - 1:
-            time.sleep(0.1)
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < end and self._store.add(_SEEN, 0) < self.world_size - 1:
+                time.sleep(0.1)
 
     def _watch(self) -> None:
         while not self._reported.wait(_PERIOD):
             try:
                 if not self._watched.check([_FAILED]):
                     continue
-                culprit, _, text = self._watched.get(_FAILED).decode().partition("\n")
+                self._first = self._watched.get(_FAILED).decode()
                 self._watched.add(_SEEN, 1)
             except RuntimeError:
                 return  # the store is gone: the run is over
             if self._reported.wait(_GRACE):
                 return
+            culprit, _, text = self._first.partition("\n")
             print(f"rank {self.rank} ends because rank {culprit} failed:\n{text}", file=sys.stderr, flush=True)
             os._exit(1)
 

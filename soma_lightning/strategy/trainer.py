@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -243,7 +243,14 @@ class SomaSpeedStrategy(ParallelStrategy):
         if self._layer_sync is not None and self.is_distributed and not self.engine.is_sharded(model):
             model = self._layer_sync.apply(model)
         first_time = not self.engine.is_sharded(model)
-        model = self.engine.setup_module(model, device=self.root_device, precision=str(self.precision_plugin.precision))
+        module = self.lightning_module
+        callbacks = [] if module is None else module.trainer.callbacks  # type: ignore[attr-defined]
+        model = self.engine.setup_module(
+            model,
+            device=self.root_device,
+            precision=str(self.precision_plugin.precision),
+            thawed_by=next((type(c).__name__ for c in callbacks if isinstance(c, BaseFinetuning)), None),
+        )
         sharded = self.engine.sharded(model)
         if sharded is not None and first_time:
             _follow_toggles(model, sharded)
