@@ -6,6 +6,7 @@ Lightning is imported inside the functions, so that importing this module costs 
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any, TypeVar
 
 import torch
@@ -52,26 +53,24 @@ def one_process_class(strategy_class: type[T], *, fabric: bool) -> type[T]:
 
         single = SingleDeviceStrategy
     names = {"__module__": strategy_class.__module__, "__qualname__": strategy_class.__qualname__}
-    cls = type(strategy_class)(strategy_class.__name__, (strategy_class,), names)
+    make: Any = type(strategy_class)
+    cls = make(strategy_class.__name__, (strategy_class,), names)
     single.register(cls)
     return cls  # type: ignore[no-any-return]
 
 
 def script_launcher(environment: Any, processes: int, num_nodes: int, *, fabric: bool) -> Any:
     """Lightning's launcher that starts the running script once more for every further local rank."""
-    if fabric:
-        from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as Launcher
-    else:
-        from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as Launcher
-    return Launcher(environment, processes, num_nodes)
+    package = "fabric" if fabric else "pytorch"
+    module = importlib.import_module(f"lightning.{package}.strategies.launchers.subprocess_script")
+    return module._SubprocessScriptLauncher(environment, processes, num_nodes)
 
 
 def set_rank_of_messages(rank: int) -> None:
     """Only rank 0 prints and logs what Lightning marks `rank_zero_only`."""
-    from lightning.fabric.utilities.rank_zero import rank_zero_only
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only as trainer_rank_zero_only
-
-    rank_zero_only.rank = trainer_rank_zero_only.rank = rank
+    for package in ("fabric", "pytorch"):
+        module = importlib.import_module(f"lightning.{package}.utilities.rank_zero")
+        module.rank_zero_only.rank = rank
 
 
 def turn_inference_mode_off(trainer: Any) -> None:

@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the parameters; every rank calls it."""
+    named = module.named_parameters()
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
 
 
 def ranks_run(

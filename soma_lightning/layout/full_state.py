@@ -20,7 +20,7 @@ def gather(tree: Any, *, keep: bool) -> Any:
     keep=False hold none and get None in their places.
     """
     if isinstance(tree, DTensor):
-        whole = tree.detach().full_tensor()
+        whole = tree.full_tensor().detach()
         return whole.cpu() if keep else None
     if isinstance(tree, Mapping):
         items = {key: gather(value, keep=keep) for key, value in tree.items()}
@@ -30,11 +30,11 @@ def gather(tree: Any, *, keep: bool) -> Any:
     return tree
 
 
-def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+def _like(mapping: Any, items: dict[Any, Any]) -> Any:
     """A mapping of the same class (a state dict carries its versions as an attribute)."""
     if not any(items[key] is not value for key, value in mapping.items()):
         return mapping
-    copied = mapping.copy() if hasattr(mapping, "copy") else dict(mapping)
+    copied: Any = mapping.copy() if hasattr(mapping, "copy") else dict(mapping)
     copied.update(items)
     if hasattr(mapping, "_metadata"):
         copied._metadata = mapping._metadata
@@ -57,7 +57,7 @@ def shard_like(whole: Tensor, target: Tensor) -> Tensor:
 def accept_full_tensors(root: Module) -> None:
     """Lets `load_state_dict` of `root` and of every module in it take whole tensors."""
     for module in root.modules():
-        module.register_load_state_dict_pre_hook(_shard_own_parameters)
+        module.register_load_state_dict_pre_hook(_shard_own_parameters)  # type: ignore[no-untyped-call]
 
 
 def _shard_own_parameters(module: Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from soma_lightning.compat import (
     begin_fsdp,
@@ -47,7 +48,7 @@ class ShardedModule:
     """
 
     def __init__(
-        self, root: Module, mesh: WorldMesh, heads: list[Module], units: list[UnitFacts], replicated: list[Tensor]
+        self, root: Module, mesh: WorldMesh, heads: list[Module], units: list[UnitFacts], replicated: Sequence[Tensor]
     ) -> None:
         self.mesh = mesh
         self.units = units
@@ -85,11 +86,11 @@ class ShardedModule:
             flat = torch.cat([grad.reshape(-1) for grad in same]).float()
             dist.all_reduce(flat)
             flat /= self.mesh.dp_size
-            for grad, mean in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
+            for grad, mean in zip(same, torch.split(flat, [grad.numel() for grad in same]), strict=True):
                 grad.copy_(mean.view_as(grad))
 
     def follow_requires_grad(self) -> None:
-        """Call after `requires_grad` of shards changed in the middle of a forward pass, whose parameters are gathered."""
+        """Call after `requires_grad` of shards changed in the middle of a pass, while parameters are gathered."""
         for head in self._heads:
             follow_requires_grad(head)
 
@@ -146,7 +147,7 @@ def _refuse_unshardable(root: Module) -> None:
     for name, tensor in chain(root.named_parameters(), root.named_buffers()):
         if isinstance(tensor, DTensor):
             raise ValueError(f"{name!r} is already a DTensor; leave sharding to the strategy")
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise ValueError(f"{name!r} has no shape yet (a lazy module); run one forward pass before training")
         if tensor.is_meta:
             raise ValueError(f"{name!r} is on the meta device; give it memory and values before training")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Ownership:
-    """Ownership over a 4-D mesh: a shard counts on the ranks with coordinate 0 in every dimension it is not cut along."""
+    """A shard counts on the ranks with coordinate 0 in every mesh dimension that it is not cut along."""
 
     def __init__(self, mesh: Any) -> None:
         self.place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
@@ -32,7 +32,7 @@ class Ownership:
         return total
 
 
-def _cut(param: Tensor) -> set[str]:
+def _cut(param: Any) -> set[str]:
     mesh = getattr(param, "device_mesh", None)
     if mesh is None:
         return set()

@@ -7,16 +7,13 @@ import weakref
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
 from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from soma_lightning.compat import one_process_class, script_launcher, set_rank_of_messages
 from soma_lightning.layout.full_state import gather
 from soma_lightning.layout.mesh import Layout
 from soma_lightning.optim.fused_adamw import FusedAdamW
@@ -24,12 +21,13 @@ from soma_lightning.strategy import processes
 from soma_lightning.strategy.checkpoint import refuse_directory
 from soma_lightning.strategy.engine import Engine
 from soma_lightning.strategy.options import StrategyOptions
+from soma_lightning.strategy.ranks import Ranks
 from soma_lightning.strategy.report import build_report
 
 T = TypeVar("T")
 
 
-class FabricSomaSpeedStrategy(ParallelStrategy):
+class FabricSomaSpeedStrategy(Ranks, ParallelStrategy):
     """SomaSpeedStrategy for Fabric: same arguments, same meaning, except that
 
     - `norm_type` is an argument of `fabric.clip_gradients` and must stay 2.0 here;
@@ -40,6 +38,8 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
     next `optimizer.step()`.
     Raises ValueError for a value that is unknown or not available, naming what is.
     """
+
+    _in_fabric = True
 
     def __init__(
         self,
@@ -111,86 +111,14 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ world
 
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        # One device is this process's, whatever local rank a launcher around it left in the environment.
-        return self.parallel_devices[0 if len(self.parallel_devices) == 1 else self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self.world_size > 1
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The ranks as a 4-D mesh: pp, dp_replicate, dp_shard, tp. RuntimeError with one process or before `launch`."""
-        if self.engine.mesh is None:
-            raise RuntimeError("there is no device mesh: the run has one process, or was not launched")
-        return self.engine.mesh.device_mesh
-
-    @property
-    def dp_rank(self) -> int:
-        """Which part of the data this rank reads, for data sets that divide themselves."""
-        return 0 if self.engine.mesh is None else self.engine.mesh.dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        """How many parts the data has."""
-        return 1 if self.engine.mesh is None else self.engine.mesh.dp_size
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
-
     def _set_world_ranks(self) -> None:
-        """Called by Fabric's connector, before the launcher is chosen."""
-        assert self.parallel_devices is not None
-        devices = len(self.parallel_devices)
-        if self.cluster_environment is not None and devices * self.num_nodes > 1:
-            self.cluster_environment.set_world_size(devices * self.num_nodes)
-            self.cluster_environment.set_global_rank(self.node_rank * devices + self.local_rank)
-        set_rank_of_messages(self.global_rank)
-
-    def _configure_launcher(self) -> None:
-        """Last call of Fabric's connector, when devices and nodes are known. One process needs no launcher."""
-        assert self.parallel_devices is not None
-        assert self.cluster_environment is not None
-        devices = len(self.parallel_devices)
-        self.engine.setup_world(devices=devices, num_nodes=self.num_nodes, processes=self.world_size)
-        if not self.is_distributed:
-            self.__class__ = one_process_class(type(self), fabric=True)  # type: ignore[assignment]
-        elif not self.cluster_environment.creates_processes_externally:
-            self._launcher = script_launcher(self.cluster_environment, devices, self.num_nodes, fabric=True)
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if not self.is_distributed:
-            return
-        assert self.cluster_environment is not None
-        self.engine.join_processes(
-            rank=self.global_rank,
-            address=self.cluster_environment.main_address,
-            port=self.cluster_environment.main_port,
-            device=self.root_device,
-        )
+        self._number_ranks()
 
     def module_to_device(self, module: Module) -> None:
         module.to(self.root_device)
 
     def all_reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
         return processes.reduce(tensor, group, reduce_op) if self.is_distributed else tensor
-
-    def barrier(self, name: str | None = None) -> None:
-        if self.is_distributed:
-            processes.barrier(self.root_device)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        return processes.broadcast(obj, src) if self.is_distributed else obj
 
     # ------------------------------------------------------------------ set-up
 

@@ -91,8 +91,6 @@ class FailureWatch:
             print(f"rank {self.rank} ends because rank {culprit} failed:\n{text}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _excepthook(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.report(error)
         self._next_hook(kind, error, trace)

@@ -85,9 +85,7 @@ class StrategyOptions:
         for name in _ONLY_DEFAULT:
             value = getattr(self, name)
             if value != defaults[name]:
-                raise ValueError(
-                    f"{name}={value!r} is not available in this version; leave it at {defaults[name]!r}"
-                )
+                raise ValueError(f"{name}={value!r} is not available in this version; leave it at {defaults[name]!r}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
@@ -99,7 +97,11 @@ class StrategyOptions:
         if not isinstance(self.report, bool) and not str(self.report).endswith(".json"):
             raise ValueError(f"report={self.report!r} must be True, False or the path of a .json file")
         check_norm_type(self.norm_type)
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not 0 < self.timeout < math.inf:
+        if (
+            isinstance(self.timeout, bool)
+            or not isinstance(self.timeout, int | float)
+            or not 0 < self.timeout < math.inf
+        ):
             raise ValueError(f"timeout={self.timeout!r} must be a positive number of seconds")
         if self.forward_methods is not None and (
             isinstance(self.forward_methods, str) or not all(isinstance(name, str) for name in self.forward_methods)

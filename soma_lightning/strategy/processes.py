@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 T = TypeVar("T")
 
 
-def join_processes(*, rank: int, world_size: int, address: str, port: int, device: torch.device, seconds: float) -> None:
+def join_processes(
+    *, rank: int, world_size: int, address: str, port: int, device: torch.device, seconds: float
+) -> None:
     """Makes the process group of the run, or keeps the one that is there.
 
     seconds: how long a collective waits for a rank that does not come.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
@@ -17,17 +16,10 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from soma_lightning.compat import (
-    one_process_class,
-    script_launcher,
-    set_rank_of_messages,
-    turn_inference_mode_off,
-    unwrap_optimizer,
-)
+from soma_lightning.compat import turn_inference_mode_off, unwrap_optimizer
 from soma_lightning.layout.full_state import gather
 from soma_lightning.layout.mesh import Layout
 from soma_lightning.layout.shard import ShardedModule
@@ -37,12 +29,13 @@ from soma_lightning.strategy.checkpoint import refuse_directory
 from soma_lightning.strategy.engine import Engine
 from soma_lightning.strategy.options import StrategyOptions
 from soma_lightning.strategy.precision import with_deferred_clipping
+from soma_lightning.strategy.ranks import Ranks
 from soma_lightning.strategy.report import RunReport, build_report
 
 T = TypeVar("T")
 
 
-class SomaSpeedStrategy(ParallelStrategy):
+class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
     """Trains an unchanged LightningModule with one fused statistics, clipping and AdamW step.
 
     This version runs one process (CPU or one GPU); arguments of sharding are refused by name unless left alone.
@@ -69,6 +62,7 @@ class SomaSpeedStrategy(ParallelStrategy):
     """
 
     strategy_name = "somaspeed"
+    _in_fabric = False
 
     def __init__(
         self,
@@ -133,80 +127,15 @@ class SomaSpeedStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ world
 
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        # One device is this process's, whatever local rank a launcher around it left in the environment.
-        return self.parallel_devices[0 if len(self.parallel_devices) == 1 else self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether each rank must see its own part of the data (Lightning then adds a DistributedSampler)."""
-        return self.world_size > 1
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The ranks as a 4-D mesh: pp, dp_replicate, dp_shard, tp. RuntimeError with one process or before `setup`."""
-        if self.engine.mesh is None:
-            raise RuntimeError("there is no device mesh: the run has one process, or has not begun")
-        return self.engine.mesh.device_mesh
-
-    @property
-    def dp_rank(self) -> int:
-        """Which part of the data this rank reads, for data sets that divide themselves."""
-        return 0 if self.engine.mesh is None else self.engine.mesh.dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        """How many parts the data has."""
-        return 1 if self.engine.mesh is None else self.engine.mesh.dp_size
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
-
     def set_world_ranks(self) -> None:
-        """Called by Trainer's connector, before the launcher is chosen."""
-        assert self.parallel_devices is not None
-        devices = len(self.parallel_devices)
-        if self.cluster_environment is not None and devices * self.num_nodes > 1:
-            self.cluster_environment.set_world_size(devices * self.num_nodes)
-            self.cluster_environment.set_global_rank(self.node_rank * devices + self.local_rank)
-        set_rank_of_messages(self.global_rank)
-
-    def _configure_launcher(self) -> None:
-        """Last call of Trainer's connector, when devices and nodes are known. One process needs no launcher."""
-        assert self.parallel_devices is not None
-        assert self.cluster_environment is not None
-        devices = len(self.parallel_devices)
-        self.engine.setup_world(devices=devices, num_nodes=self.num_nodes, processes=self.world_size)
-        if not self.is_distributed:
-            self.__class__ = one_process_class(type(self), fabric=False)  # type: ignore[assignment]
-        elif not self.cluster_environment.creates_processes_externally:
-            self._launcher = script_launcher(self.cluster_environment, devices, self.num_nodes, fabric=False)
+        self._number_ranks()
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        if not self.is_distributed:
-            return
-        reset_seed()
-        assert self.cluster_environment is not None
-        self.engine.join_processes(
-            rank=self.global_rank,
-            address=self.cluster_environment.main_address,
-            port=self.cluster_environment.main_port,
-            device=self.root_device,
-        )
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self.device_mesh
+        if self.is_distributed:
+            reset_seed()
+            assert self.lightning_module is not None
+            self.lightning_module._device_mesh = self.device_mesh
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -215,13 +144,6 @@ class SomaSpeedStrategy(ParallelStrategy):
 
     def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
         return processes.reduce(tensor, group, reduce_op) if self.is_distributed else tensor
-
-    def barrier(self, name: str | None = None) -> None:
-        if self.is_distributed:
-            processes.barrier(self.root_device)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        return processes.broadcast(obj, src) if self.is_distributed else obj
 
     # ------------------------------------------------------------------ set-up
 

@@ -193,7 +193,13 @@ def loading(mesh: WorldMesh) -> list[bool]:
     model.trained.load_state_dict(other.trained.state_dict())
     part = torch.equal(whole(model.trained[2].bias), other.trained[2].bias)
     model.load_state_dict(other.state_dict())
-    return [part, *(torch.equal(whole(a), b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))]
+    return [
+        part,
+        *(
+            torch.equal(whole(a), b)
+            for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+        ),
+    ]
 
 
 def grouped(mesh: WorldMesh) -> list[str]:

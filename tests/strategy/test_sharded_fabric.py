@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks import ranks_run
+from tests.ranks import ranks_run, whole
 
 STEPS, BATCH = 10, 8
 
@@ -35,10 +35,6 @@ def network() -> nn.Sequential:
 
 def inputs(step: int) -> Tensor:
     return torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step))
-
-
-def whole(module: nn.Module) -> dict[str, Tensor]:
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in module.named_parameters()}
 
 
 def make_fabric(**options: Any) -> L.Fabric:

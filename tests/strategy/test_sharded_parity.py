@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.ranks import ranks_run
+from tests.ranks import ranks_run, whole
 
 STEPS, BATCH = 10, 4
 
@@ -164,10 +164,6 @@ def trainer_for(strategy: Any, case: dict[str, Any], world_size: int, **settings
     )
 
 
-def whole(module: nn.Module) -> dict[str, Tensor]:
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in module.named_parameters()}
-
-
 def train(layouts: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """On every rank: the whole parameters after each case of each layout, and what the strategy made of it."""
     return {layout: {case: one_run(layout, CASES[case]) for case in cases} for layout, cases in layouts.items()}
@@ -187,7 +183,9 @@ def one_run(layout: str, case: dict[str, Any]) -> dict[str, Any]:
         "mesh": tuple(strategy.device_mesh.mesh.shape),
         "optimizers": {type(optimizer).__name__ for optimizer in strategy.optimizers},
         "placements": {n: str(getattr(p, "placements", None)) for n, p in model.named_parameters()},
-        "memory": {n: p.to_local().numel() if hasattr(p, "to_local") else p.numel() for n, p in model.named_parameters()},
+        "memory": {
+            n: p.to_local().numel() if hasattr(p, "to_local") else p.numel() for n, p in model.named_parameters()
+        },
     }
 
 
@@ -229,7 +227,9 @@ ALL = [(size, layout, case) for size, layouts in RUNS.items() for layout, cases 
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
     """Results of `train` for a world size, computed once."""
     return functools.cache(
-        lambda size: ranks_run(train, tmp_path_factory.mktemp("ranks"), world_size=size, arguments={"layouts": RUNS[size]})
+        lambda size: ranks_run(
+            train, tmp_path_factory.mktemp("ranks"), world_size=size, arguments={"layouts": RUNS[size]}
+        )
     )
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, EMAWeightAvera
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.ranks import ranks_run
+from tests.ranks import ranks_run, whole
 
 STEPS, BATCH = 12, 8
 
@@ -75,10 +75,6 @@ def make_trainer(strategy: Any = None, **settings: Any) -> L.Trainer:
         "limit_val_batches": 0,
     }
     return L.Trainer(**{**defaults, **settings})
-
-
-def whole(module: nn.Module) -> dict[str, Tensor]:
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in module.named_parameters()}
 
 
 def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
