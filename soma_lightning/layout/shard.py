@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,18 @@ class ShardedModule:
         #: The first module of every unit, root last.
         self._heads = heads
         self._reduces = True
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values for a report: this rank's place, the units, and what is whole on every rank."""
+        return {
+            "ranks": self.mesh.device_mesh.size(),
+            "coordinate": self.mesh.coordinate,
+            "units": [asdict(unit) for unit in self.units if unit.parameters],
+            "whole on every rank": {
+                "frozen": sum(p.numel() for p in self.replicated if not p.requires_grad),
+                "trainable": sum(p.numel() for p in self.replicated if p.requires_grad),
+            },
+        }
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the next backward passes reduce gradients.

@@ -172,6 +172,7 @@ class FabricSomaSpeedStrategy(Ranks, ParallelStrategy):
             precision=str(self.precision.precision),
             layout=self.engine.layout.mesh_shape(),
             device=self.root_device,
+            sharded=self.engine.sharded(module),
         )
         rank_zero_info(facts.summary())
         if isinstance(report, str):

@@ -29,7 +29,8 @@ class Ranks(ParallelStrategy):  # type: ignore[misc]
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         # One device is this process's, whatever local rank a launcher around it left in the environment.
-        return self.parallel_devices[0 if len(self.parallel_devices) == 1 else self.local_rank]
+        device: torch.device = self.parallel_devices[0 if len(self.parallel_devices) == 1 else self.local_rank]
+        return device
 
     @property
     def num_nodes(self) -> int:

@@ -38,9 +38,15 @@ T = TypeVar("T")
 class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
     """Trains an unchanged LightningModule with one fused statistics, clipping and AdamW step.
 
-    This version runs one process (CPU or one GPU); arguments of sharding are refused by name unless left alone.
+    Several processes divide its parameters, gradients and optimizer state with FSDP2; one process divides nothing.
 
-    layout: a `Layout`, a dict of its fields, or "auto", "fsdp", "hsdp", "replicate".
+    layout: a `Layout`, a dict of its fields, or "auto", "fsdp" (one copy over all ranks), "hsdp" (copies over nodes,
+        two on a single node), "replicate" (a copy on each rank). Tensor and pipeline sizes must stay 1.
+    frozen: frozen parameters are whole on every rank ("replicate") or divided ("shard"); "auto" is the first, but the
+        second when a BaseFinetuning callback will train them.
+    reshard_after_forward: whether gathered parameters are freed between forward and backward; None: FSDP2's default.
+    forward_methods: names of methods, of the module or of a unit in it, that gather parameters as forward does.
+    timeout: seconds that a collective waits for a rank that does not come.
     fused_optimizer: "auto" gives every plain torch.optim.AdamW the fused step, in place, and leaves other optimizers
         as they are (the run report says why); True makes such an optimizer an error; False never does it.
     master_weights: fp32 masters and moments for bf16 and fp16 parameters; "auto": when there are such parameters.
@@ -320,6 +326,7 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
             layout=self.engine.layout.mesh_shape(),
             device=self.root_device,
             data=getattr(trainer, "datamodule", None),
+            sharded=self.engine.sharded(module),
         )
 
     def _clipping_rule(self, trainer: pl.Trainer, module: pl.LightningModule) -> str:

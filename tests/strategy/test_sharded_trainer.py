@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,7 @@ def behaviors() -> dict[str, Any]:
         "averaging": refused(callbacks=[EMAWeightAveraging(decay=0.9)]),
         "replicate": refused(strategy=SomaSpeedStrategy(frozen="replicate", report=False), callbacks=[Unfreeze()]),
         "directory": refused_directory(),
+        "report": report(),
     }
 
 
@@ -201,6 +204,20 @@ def finetuned() -> Net:
     model = Net(frozen=True)
     make_trainer(callbacks=[Unfreeze()], limit_train_batches=6).fit(model, loader())
     return model
+
+
+def report() -> Any:
+    """The written report and the printed one, of rank 0."""
+    from soma_lightning import SomaSpeedStrategy
+
+    folder = Path(tempfile.mkdtemp())
+    strategy = SomaSpeedStrategy(report=str(folder / "report.json"))
+    trainer = make_trainer(strategy, max_steps=1)
+    model = Net(frozen=True)
+    trainer.fit(model, loader())
+    if strategy.is_global_zero:
+        return json.loads((folder / "report.json").read_text()), strategy._build_report(trainer, model).summary()
+    return list(folder.iterdir())
 
 
 def refused(**settings: Any) -> str:
@@ -333,6 +350,20 @@ def test_what_cannot_work_is_refused(found: Any) -> None:
         assert rank["averaging"].startswith("EMAWeightAveraging copies the module before its parameters are divided")
         assert rank["replicate"].startswith("frozen='replicate', but Unfreeze trains frozen parameters later")
         assert "is a directory (a sharded checkpoint), which this version does not read" in rank["directory"]
+
+
+def test_the_report_says_how_the_module_is_divided(found: Any) -> None:
+    (written, printed), nothing = found[0]["report"], found[1]["report"]
+    assert nothing == []
+    assert written["layout"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 1}
+    sharding = written["sharding"]
+    assert (sharding["ranks"], sharding["coordinate"]["dp_shard"]) == (2, 0)
+    assert [(unit["name"], unit["parameters"], unit["trainable"]) for unit in sharding["units"]] == [("", 18, True)]
+    assert sharding["whole on every rank"] == {"frozen": 101, "trainable": 0}
+    head = 4 * (2 * 5 + 2)  # two of three rows on rank 0
+    assert sharding["bytes of a rank"] == {"parameters": 4 * 101 + head, "gradients": head, "optimizer": 2 * head}
+    assert "units:      1: 1 trainable (float32, gathered in float32, reduced in float32)" in printed
+    assert "whole:      101 frozen and 0 trainable parameters on every rank" in printed
 
 
 @pytest.mark.slow
