@@ -76,6 +76,8 @@ class Control:
     ownership: Ownership | None = None
     rule: ClipRule | None = None
     bound: GradientMark | None = None
+    #: Samples behind the gradients that wait for the next step, as counted by this rank.
+    counted: Tensor | float | None = None
     path: ReferenceStep | TritonStep | None = None
     state_was_seen: bool = False
     last_grad_norm: Tensor = field(default_factory=lambda: torch.tensor(float("nan"), device="cpu"))

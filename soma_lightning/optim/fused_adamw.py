@@ -167,6 +167,21 @@ class FusedAdamW(AdamW):
         self._control.rule = rule if rule.divides or max_norm is not None or max_value is not None else None
         self._control.bound = None
 
+    def count(self, samples: float | Tensor) -> None:
+        """Adds to how many samples stand behind the gradients; the next `step()` divides them by the sum of all ranks.
+
+        samples: number or 0-d tensor, this rank's share of one backward pass of a loss sum. `zero_grad()` forgets it.
+        Raises ValueError where ranks average their gradients.
+        """
+        if self.ownership is not None:
+            self.ownership.refuse_normalizer(samples)
+        before = self._control.counted
+        self._control.counted = samples if before is None else before + samples
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._control.counted = None
+
     def clip_present(self, rule: ClipRule) -> None:
         """Like `clip`, for the gradients that exist now, as torch.nn.utils.clip_grad_norm_ would clip them.
 
@@ -184,6 +199,13 @@ class FusedAdamW(AdamW):
     def _take_rule(self) -> ClipRule:
         """What this step applies, with this rank's share of the normalizer; a pending rule is used up."""
         rule = self._control.take_rule(self._present_grads) or ClipRule(norm_type=self.norm_type)
+        counted, self._control.counted = self._control.counted, None
+        if counted is not None:
+            if rule.normalizer is not None:
+                raise ValueError(
+                    f"this step has a normalizer from clip(), {rule.normalizer!r}, and samples from count(); use one"
+                )
+            rule = dataclasses.replace(rule, normalizer=counted)
         if self.ownership is None:
             return rule
         return dataclasses.replace(rule, normalizer=self.ownership.share_of(rule.normalizer))
