@@ -132,14 +132,18 @@ def _leads_to_backward(output: Any) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output))
 
 
-def renew_fsdp_dtypes(module: Module) -> None:
+def renew_fsdp_dtypes(module: Module) -> bool:
     """Lets a unit that was frozen when training began, and is not any more, reduce in its policy's dtype.
 
-    FSDP2 takes the dtypes of a unit from its trainable parameters, once; without any it has none.
+    FSDP2 takes the dtypes of a unit from its trainable parameters, once; without any it has none. Returns whether it
+    took them now.
     """
+    renewed = False
     for group in fsdp_groups(module):
         if group._orig_dtype is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
             group._init_mp_dtypes()
+            renewed = True
+    return renewed
 
 
 def follow_requires_grad(module: Module) -> None:
@@ -148,3 +152,28 @@ def follow_requires_grad(module: Module) -> None:
         if group.is_unsharded:
             for param in group.fsdp_params:
                 param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+
+
+def keep_reduced_gradients_in(module: Module, dtype: torch.dtype) -> None:
+    """Makes FSDP2 hand the reduced gradients of a unit to its parameters in `dtype` instead of the parameters' own.
+
+    Every parameter of the unit must have `grad_dtype` set to `dtype`. Lasts until FSDP2 reads the unit's dtypes again
+    (lazy initialization). Raises RuntimeError if this version of torch keeps the record elsewhere.
+    """
+    for group in fsdp_groups(module):
+        if not hasattr(group, "_orig_dtype"):
+            raise RuntimeError(
+                f"torch {torch.__version__} cannot keep reduced gradients in {dtype}: FSDP2 does not record the "
+                "original dtype where this version expects it; use keep_low_precision_grads=False"
+            )
+        group._orig_dtype = dtype
+
+
+def completes_partial_units() -> bool:
+    """Whether FSDP2 finishes the forward pass of `fully_shard([a, b])` when only one of the two ran.
+
+    Before torch 2.13 it waits for the other one, in later passes too, and parameters stay as they were.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    return hasattr(FSDPState, "_force_complete_incomplete_states")

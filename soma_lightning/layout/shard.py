@@ -21,6 +21,7 @@ from soma_lightning.compat import (
     gather_for_backward_only_what_it_visits,
     renew_fsdp_dtypes,
 )
+from soma_lightning.layout.casting import apply_precision, keep_gradient_dtypes
 from soma_lightning.layout.full_state import accept_full_tensors
 from soma_lightning.layout.mesh import WorldMesh
 from soma_lightning.layout.wrap import Unit, UnitPlan
@@ -48,14 +49,13 @@ class ShardedModule:
     gradients of those that train.
     """
 
-    def __init__(
-        self, root: Module, mesh: WorldMesh, heads: list[Module], units: list[UnitFacts], replicated: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, mesh: WorldMesh, plan: UnitPlan, units: list[UnitFacts], replicated: Sequence[Tensor]) -> None:
         self.mesh = mesh
+        self._plan = plan
         self.units = units
         self.replicated = replicated
         #: The first module of every unit, root last.
-        self._heads = heads
+        self._heads = [unit.modules[0] for unit in plan.units]
         self._reduces = True
 
     def facts(self) -> dict[str, Any]:
@@ -85,8 +85,13 @@ class ShardedModule:
 
     def before_backward(self) -> None:
         """Call before every backward pass: units that were frozen and train now reduce in their own dtype."""
-        for head in self._heads:
-            renew_fsdp_dtypes(head)
+        if any([renew_fsdp_dtypes(head) for head in self._heads]):
+            self.keep_gradient_dtypes()
+
+    def keep_gradient_dtypes(self) -> None:
+        """Call after FSDP2 took the dtypes of a unit from its parameters."""
+        whole = self.mesh.layout.mesh_shape()["dp_shard"] == 1
+        keep_gradient_dtypes(self._heads[-1], self._plan, sharded=True, replicated=whole)
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -142,12 +147,15 @@ def shard_module(
             ignored_params=ignored,
         )
     _register_forward_methods(root, forward_methods)
+    steps = [name for name in STEP_METHODS if hasattr(root, name)]
+    apply_precision(root, plan, sharded=True, forward_methods=(*steps, *forward_methods))
     begin_fsdp(root)
-    heads = [unit.modules[0] for unit in plan.units]
-    for head in heads:
-        gather_for_backward_only_what_it_visits(head)
+    for unit in plan.units:
+        gather_for_backward_only_what_it_visits(unit.modules[0])
     accept_full_tensors(root)
-    return ShardedModule(root, mesh, heads, facts, replicated)
+    sharded = ShardedModule(mesh, plan, facts, replicated)
+    sharded.keep_gradient_dtypes()
+    return sharded
 
 
 def _refuse_unshardable(root: Module) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from soma_lightning.layout.casting import apply_precision, keep_gradient_dtypes
 from soma_lightning.layout.full_state import accept_full_state
 from soma_lightning.layout.mesh import Layout, WorldMesh, resolve_layout
 from soma_lightning.layout.shard import ShardedModule, shard_module
@@ -68,6 +69,8 @@ class Engine:
     # Of the process: a module that one Trainer sharded may be given to another one.
     _sharded: weakref.WeakKeyDictionary[Module, ShardedModule] = weakref.WeakKeyDictionary()
     _names = ParameterNames()
+    #: Modules of one process that compute in the dtypes of the settings.
+    _cast: weakref.WeakSet[Module] = weakref.WeakSet()
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
@@ -101,8 +104,6 @@ class Engine:
                     "replicate and shard"
                 )
         self.layout, self.world_size = layout, asked
-        if asked == 1:
-            self.options.refuse_on_one_process()
 
     def join_processes(self, *, rank: int, address: str, port: int, device: torch.device) -> None:
         """Makes the process group and the mesh; nothing for one process. May be called again."""
@@ -145,7 +146,13 @@ class Engine:
         before = self._sharded.get(module)
         if before is not None:
             self._refuse_other_layout(module, before)
-        if self.mesh is None or before is not None:
+        if before is not None or module in self._cast:
+            return module
+        if self.mesh is None:
+            plan = plan_units(module, self.options, precision=precision)
+            apply_precision(module, plan, sharded=False)
+            keep_gradient_dtypes(module, plan, sharded=False, replicated=True)
+            self._cast.add(module)
             return module
         self._names.remember(module)
         options = self.options

@@ -7,31 +7,17 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from soma_lightning.layout.mesh import Layout
+from soma_lightning.layout.wrap import check_settings
 from soma_lightning.optim.clipping import check_norm_type
 
 #: Settings whose feature comes later: only their defaults are accepted.
 _ONLY_DEFAULT = (
-    "wrap_policy",
-    "mixed_precision",
-    "wrappers",
-    "mixed_precision_policies",
-    "mixed_precision_rules",
-    "keep_low_precision_grads",
     "compile",
     "activation_checkpointing",
     "async_save",
     "tensor_parallel",
     "pipeline",
     "cpu_offload",
-)
-
-#: Settings that change numbers on several processes and would be ignored on one.
-_OF_SEVERAL_PROCESSES = (
-    "mixed_precision",
-    "wrappers",
-    "mixed_precision_policies",
-    "mixed_precision_rules",
-    "keep_low_precision_grads",
 )
 
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -97,6 +83,7 @@ class StrategyOptions:
         if not isinstance(self.report, bool) and not str(self.report).endswith(".json"):
             raise ValueError(f"report={self.report!r} must be True, False or the path of a .json file")
         check_norm_type(self.norm_type)
+        check_settings(self)
         if (
             isinstance(self.timeout, bool)
             or not isinstance(self.timeout, int | float)
@@ -111,15 +98,6 @@ class StrategyOptions:
             )
         if self.fused_optimizer is False:
             self.refuse_without_fused_step("fused_optimizer=False")
-
-    def refuse_on_one_process(self) -> None:
-        """ValueError if a setting would change nothing because there is one process."""
-        for field in fields(self):
-            if field.name in _OF_SEVERAL_PROCESSES and getattr(self, field.name) != field.default:
-                raise ValueError(
-                    f"{field.name}={getattr(self, field.name)!r} works on several processes only, and this run has "
-                    f"one; leave it at {field.default!r}"
-                )
 
     def refuse_without_fused_step(self, reason: str) -> None:
         """ValueError if a setting needs the fused optimizer step; `reason` says why that is off."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from soma_lightning.attention import attention_path
 from soma_lightning.layout.shard import ShardedModule
-from soma_lightning.optim.groups import local
+from soma_lightning.optim.shards import local
 from soma_lightning.optim.state import LOW_PRECISION
 
 #: Names printed from a longer list; the JSON file has all of them.
