@@ -29,6 +29,8 @@ from soma_lightning.layout.wrap import Unit, UnitPlan
 #: Entry points of a LightningModule that run like its forward.
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
+_RECORD = "_soma_lightning_sharded"
+
 
 @dataclass(frozen=True)
 class UnitFacts:
@@ -119,6 +121,11 @@ class ShardedModule:
             head.reshard()
 
 
+def sharded_module(root: Module) -> ShardedModule | None:
+    """How `shard_module` divided `root`, in this process; None if it did not."""
+    return root.__dict__.get(_RECORD)
+
+
 def shard_module(
     root: Module, plan: UnitPlan, mesh: WorldMesh, *, device: torch.device, forward_methods: Sequence[str] = ()
 ) -> ShardedModule:
@@ -153,7 +160,8 @@ def shard_module(
     for unit in plan.units:
         gather_for_backward_only_what_it_visits(unit.modules[0])
     accept_full_tensors(root)
-    sharded = ShardedModule(mesh, plan, facts, replicated)
+    # On the module itself: a table of modules would keep them alive, since the record holds the module.
+    root.__dict__[_RECORD] = sharded = ShardedModule(mesh, plan, facts, replicated)
     sharded.keep_gradient_dtypes()
     return sharded
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from soma_lightning.layout.casting import apply_precision, keep_gradient_dtypes
 from soma_lightning.layout.full_state import accept_full_state
 from soma_lightning.layout.mesh import Layout, WorldMesh, resolve_layout
-from soma_lightning.layout.shard import ShardedModule, shard_module
+from soma_lightning.layout.shard import ShardedModule, shard_module, sharded_module
 from soma_lightning.layout.wrap import plan_units
 from soma_lightning.optim.adoption import adopt, why_not_adopted
 from soma_lightning.optim.clipping import ClipRule
@@ -66,9 +66,9 @@ class _SkipWatch:
 class Engine:
     """The strategy without Lightning around it."""
 
-    # Of the process: a module that one Trainer sharded may be given to another one.
-    _sharded: weakref.WeakKeyDictionary[Module, ShardedModule] = weakref.WeakKeyDictionary()
+    # Of the process: a module that one Trainer sharded may be given to another one, and so may its optimizer.
     _names = ParameterNames()
+    _relinked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     #: Modules of one process that compute in the dtypes of the settings.
     _cast: weakref.WeakSet[Module] = weakref.WeakSet()
 
@@ -79,7 +79,6 @@ class Engine:
         self.mesh: WorldMesh | None = None
         self._failures: FailureWatch | None = None
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._relinked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._paths: weakref.WeakKeyDictionary[Optimizer, OptimizerPath] = weakref.WeakKeyDictionary()
         self._watches: weakref.WeakKeyDictionary[Optimizer, _SkipWatch] = weakref.WeakKeyDictionary()
 
@@ -127,11 +126,11 @@ class Engine:
             self._failures.report(error)
 
     def is_sharded(self, module: Module) -> bool:
-        return module in self._sharded
+        return sharded_module(module) is not None
 
     def sharded(self, module: Module) -> ShardedModule | None:
         """How `module` was sharded, None with one process."""
-        return self._sharded.get(module)
+        return sharded_module(module)
 
     def setup_module(
         self, module: Module, *, device: torch.device, precision: str, thawed_by: str | None = None
@@ -143,7 +142,7 @@ class Engine:
         it.
         """
         self._modules.add(module)
-        before = self._sharded.get(module)
+        before = sharded_module(module)
         if before is not None:
             self._refuse_other_layout(module, before)
         if before is not None or module in self._cast:
@@ -164,9 +163,8 @@ class Engine:
                 )
             options = replace(options, frozen="shard")
         plan = plan_units(module, options, precision=precision)
-        self._sharded[module] = shard_module(
-            module, plan, self.mesh, device=device, forward_methods=self.options.forward_methods or ()
-        )
+        methods = self.options.forward_methods or ()
+        shard_module(module, plan, self.mesh, device=device, forward_methods=methods)
         self._names.follow(module)
         return module
 
@@ -178,7 +176,7 @@ class Engine:
             )
 
     def _sharded_modules(self) -> list[ShardedModule]:
-        return [sharded for module in self._modules if (sharded := self._sharded.get(module)) is not None]
+        return [sharded for module in self._modules if (sharded := sharded_module(module)) is not None]
 
     def setup_optimizer(self, optimizer: Optimizer) -> OptimizerPath:
         """Gives a plain AdamW the fused step, in place; other optimizers stay as they are.
@@ -310,7 +308,7 @@ class Engine:
 
         With one process there is nothing to reduce.
         """
-        sharded = self._sharded.get(module)
+        sharded = sharded_module(module)
         if sharded is None:
             yield
             return

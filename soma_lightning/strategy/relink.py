@@ -26,6 +26,7 @@ class ParameterNames:
 
     def remember(self, module: Module) -> None:
         """Call before `module` is sharded."""
+        self._before = {key: entry for key, entry in self._before.items() if entry[0]() is not None}
         for name, param in module.named_parameters():
             self._before[id(param)] = (weakref.ref(param), weakref.ref(module), name)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from soma_lightning.layout.mesh import Layout, WorldMesh
-from soma_lightning.layout.shard import ShardedModule, shard_module
+from soma_lightning.layout.shard import ShardedModule, shard_module, sharded_module
 from soma_lightning.layout.wrap import Unit, UnitPlan
 from tests.ranks import ranks_run
 
@@ -130,6 +132,7 @@ def every_rank() -> dict[str, Any]:
         "child_first": child_first(mesh),
         "loading": loading(mesh),
         "grouped": grouped(mesh),
+        "freed": freed(mesh),
         "refused": refused(mesh),
     }
 
@@ -213,6 +216,16 @@ def grouped(mesh: WorldMesh) -> list[str]:
     with recorded(model) as log:
         step(model, handle, my_part())
     return list(log["gathers"])
+
+
+def freed(mesh: WorldMesh) -> bool:
+    model, handle = sharded(mesh, shard_frozen=False)
+    step(model, handle, my_part())
+    reference = weakref.ref(model)
+    assert sharded_module(model) is handle
+    del model, handle
+    gc.collect()
+    return reference() is None
 
 
 def refused(mesh: WorldMesh) -> dict[str, str]:
@@ -305,6 +318,10 @@ def test_whole_tensors_can_be_loaded(found: Any) -> None:
 
 def test_modules_of_one_unit_are_gathered_together(found: Any) -> None:
     assert all(rank["grouped"] == ["0", "2", "2", "0"] for rank in found)
+
+
+def test_a_module_that_is_dropped_is_freed(found: Any) -> None:
+    assert all(rank["freed"] for rank in found)
 
 
 @pytest.mark.parametrize(

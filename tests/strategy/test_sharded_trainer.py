@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, EMAWeightAvera
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from soma_lightning.layout.full_state import gather
+from soma_lightning.modules.ema import TrainableEMA
 from tests.ranks import ranks_run, whole
 
 STEPS, BATCH = 12, 8
@@ -112,12 +114,12 @@ def behaviors() -> dict[str, Any]:
 
 
 def loops() -> dict[str, Any]:
-    """validate before any training, fit, validate, test, predict, fit; a hook calls a child before the root."""
+    """validate before any training, fit, validate, test, predict, fit; a hook calls the module outside of a step."""
 
     class Early(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             with torch.no_grad():
-                pl_module.body[0](torch.ones(1, 6))
+                pl_module(torch.ones(1, 6))
 
     trainer = make_trainer(max_steps=6, limit_val_batches=2, num_sanity_val_steps=1, callbacks=[Early()])
     model = Net()
@@ -235,7 +237,8 @@ def refused_directory() -> str:
 def save(folder: Path, name: str) -> None:
     """Half of the run, saved by ModelCheckpoint."""
     callback = ModelCheckpoint(folder, filename=name, every_n_train_steps=STEPS // 2)
-    trainer = make_trainer(max_steps=STEPS // 2, enable_checkpointing=True, callbacks=[callback], gradient_clip_val=0.1)
+    callbacks = [callback, TrainableEMA(0.9)]
+    trainer = make_trainer(max_steps=STEPS // 2, enable_checkpointing=True, callbacks=callbacks, gradient_clip_val=0.1)
     trainer.fit(Net(frozen=False), DataLoaderOfHalf(0))
 
 
@@ -243,15 +246,14 @@ def resume(folder: Path, names: list[str]) -> dict[str, dict[str, Tensor]]:
     ends = {}
     for name in names:
         model = Net(seed=99)
-        trainer = make_trainer(gradient_clip_val=0.1)
+        average = TrainableEMA(0.9)
+        trainer = make_trainer(gradient_clip_val=0.1, callbacks=[average])
         trainer.fit(model, DataLoaderOfHalf(1), ckpt_path=folder / f"{name}.ckpt")
         assert trainer.global_step == STEPS
-        trainer.fit_loop.epoch_loop.max_steps = STEPS  # the same file into a module that is sharded already
-        again = make_trainer()
-        again.validate(model, loader(), ckpt_path=folder / f"{name}.ckpt", verbose=False)
-        ends[name] = whole(model) | {"weights again": whole(model)["head.bias"]}
+        # The same file into a module that is sharded already.
+        make_trainer().validate(model, loader(), ckpt_path=folder / f"{name}.ckpt", verbose=False)
         make_trainer(gradient_clip_val=0.1).fit(model, DataLoaderOfHalf(1), ckpt_path=folder / f"{name}.ckpt")
-        ends[name] = whole(model)
+        ends[name] = whole(model) | {"average": gather(average.shadow["head.bias"], keep=True)}
     return ends
 
 
@@ -268,6 +270,13 @@ def save_and_resume(folder: Path, name: str, names: list[str]) -> dict[str, dict
 
 
 # ---------------------------------------------------------------------- compared with one process
+
+
+def averaged() -> Tensor:
+    shadow = Net().head.bias.detach()
+    for step in range(1, STEPS + 1):
+        shadow = 0.9 * shadow + 0.1 * reference(step, limit=0.1)["head.bias"]
+    return shadow
 
 
 def reference(steps: int = STEPS, limit: float | None = None) -> dict[str, Tensor]:
@@ -389,6 +398,7 @@ def test_a_file_of_two_ranks_is_an_ordinary_one(tmp_path: Path) -> None:
     arguments = {"folder": tmp_path, "name": "from2", "names": ["from2"]}
     for rank in ranks_run(save_and_resume, tmp_path, arguments=arguments):
         assert largest(reference(limit=0.1), rank["from2"]) <= 1e-6
+        assert (rank["from2"]["average"] - averaged()).abs().max() <= 1e-6
     check_files(tmp_path, ["from2"])
     model = Net(seed=5)
     trainer = make_trainer("auto", gradient_clip_val=0.1)
