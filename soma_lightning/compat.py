@@ -142,14 +142,18 @@ def set_divide_factor(module: Module, factor: float | None) -> None:
         group.force_sum_reduction_for_comms = factor is not None
 
 
-def renew_fsdp_dtypes(module: Module) -> None:
+def renew_fsdp_dtypes(module: Module) -> bool:
     """Lets a unit that was frozen when training began, and is not any more, reduce in its policy's dtype.
 
-    FSDP2 takes the dtypes of a unit from its trainable parameters, once; without any it has none.
+    FSDP2 takes the dtypes of a unit from its trainable parameters, once; without any it has none. Returns whether it
+    took them now.
     """
+    renewed = False
     for group in fsdp_groups(module):
         if group._orig_dtype is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
             group._init_mp_dtypes()
+            renewed = True
+    return renewed
 
 
 def follow_requires_grad(module: Module) -> None:

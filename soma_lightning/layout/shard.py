@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -53,16 +52,9 @@ class ShardedModule:
     gradients of those that train.
     """
 
-    def __init__(
-        self,
-        root: Module,
-        plan: UnitPlan,
-        mesh: WorldMesh,
-        units: list[UnitFacts],
-        replicated: Sequence[Tensor],
-    ) -> None:
-        self._root, self._plan = weakref.ref(root), plan
+    def __init__(self, mesh: WorldMesh, plan: UnitPlan, units: list[UnitFacts], replicated: Sequence[Tensor]) -> None:
         self.mesh = mesh
+        self._plan = plan
         self.units = units
         self.replicated = replicated
         #: The first module of every unit, root last.
@@ -104,15 +96,13 @@ class ShardedModule:
 
     def before_backward(self) -> None:
         """Call before every backward pass: units that were frozen and train now reduce in their own dtype."""
-        for head in self._heads:
-            renew_fsdp_dtypes(head)
-        self.keep_gradient_dtypes()
+        if any([renew_fsdp_dtypes(head) for head in self._heads]):
+            self.keep_gradient_dtypes()
 
     def keep_gradient_dtypes(self) -> None:
-        """Call when FSDP2 may have read the dtypes of its units again."""
-        root = self._root()
-        assert root is not None, "the module lives as long as its backward passes"
-        keep_gradient_dtypes(root, self._plan, sharded=True, replicated=self.mesh.layout.shard == 1)
+        """Call after FSDP2 took the dtypes of a unit from its parameters."""
+        whole = self.mesh.layout.mesh_shape()["dp_shard"] == 1
+        keep_gradient_dtypes(self._heads[-1], self._plan, sharded=True, replicated=whole)
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -180,7 +170,7 @@ def shard_module(
         gather_for_backward_only_what_it_visits(unit.modules[0])
     accept_full_tensors(root)
     # On the module itself: a table of modules would keep them alive, since the record holds the module.
-    root.__dict__[_RECORD] = sharded = ShardedModule(root, plan, mesh, facts, replicated)
+    root.__dict__[_RECORD] = sharded = ShardedModule(mesh, plan, facts, replicated)
     sharded.keep_gradient_dtypes()
     return sharded
 

@@ -174,8 +174,8 @@ class Engine:
         return module
 
     def _apply_precision(self, module: Module, precision: str) -> None:
-        """One process: settings of precision, if there are any, mean the dtypes that they mean with sharding."""
-        if module in self._with_precision or not self.options.sets_precision:
+        """One process: settings of units, if there are any, are checked and mean the same dtypes as with sharding."""
+        if module in self._with_precision or not self.options.plans_units:
             return
         self._with_precision.add(module)
         plan = plan_units(module, self.options, precision=precision)

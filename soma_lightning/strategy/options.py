@@ -100,9 +100,10 @@ class StrategyOptions:
             self.refuse_without_fused_step("fused_optimizer=False")
 
     @property
-    def sets_precision(self) -> bool:
-        """Whether a module's units compute in other dtypes than those of the precision flag."""
-        return bool(self.mixed_precision or self.mixed_precision_rules or self.keep_low_precision_grads)
+    def plans_units(self) -> bool:
+        """Whether a setting is about units or their dtypes, so that one process has to look at it too."""
+        wraps = self.wrap_policy or self.wrappers or self.mixed_precision_policies
+        return bool(wraps or self.mixed_precision or self.mixed_precision_rules or self.keep_low_precision_grads)
 
     def refuse_without_fused_step(self, reason: str) -> None:
         """ValueError if a setting needs the fused optimizer step; `reason` says why that is off."""

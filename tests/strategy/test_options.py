@@ -18,12 +18,6 @@ from soma_lightning.strategy.options import StrategyOptions
 BOTH = pytest.mark.parametrize("strategy", [SomaSpeedStrategy, FabricSomaSpeedStrategy])
 
 LATER = {
-    "wrap_policy": {"no_split_names": ["Block"]},
-    "mixed_precision": {"param_dtype": "bf16"},
-    "wrappers": {"norms": {"module_classes": ["RMSNorm"]}},
-    "mixed_precision_policies": {"fp32": {"param_dtype": "fp32"}},
-    "mixed_precision_rules": {"norms": "fp32"},
-    "keep_low_precision_grads": True,
     "compile": {"mode": "default"},
     "activation_checkpointing": {"blocks": True},
     "async_save": True,
@@ -60,6 +54,8 @@ def test_what_comes_later_is_refused_by_name(strategy: Any, name: str) -> None:
         ({"forward_methods": "sample"}, "forward_methods='sample' must be a list of names"),
         ({"timeout": 0}, "timeout=0 must be a positive number of seconds"),
         ({"timeout": float("inf")}, "timeout=inf must be a positive number of seconds"),
+        ({"wrappers": {"a": {}}}, "wrappers.a"),
+        ({"mixed_precision_rules": {"norms": "fp32"}}, "mixed_precision_rules.norms=fp32: there is no wrapper 'norms'"),
         ({"nonfinite": "zero"}, "nonfinite='zero' is not available; use one of 'skip', 'raise'"),
         ({"checkpoint_weights_only": "no"}, "checkpoint_weights_only='no' is not available"),
         ({"max_consecutive_skips": 0}, "max_consecutive_skips=0 must be at least 1; None never stops the run"),

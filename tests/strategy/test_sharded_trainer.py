@@ -114,12 +114,12 @@ def behaviors() -> dict[str, Any]:
 
 
 def loops() -> dict[str, Any]:
-    """validate before any training, fit, validate, test, predict, fit; a hook calls a child before the root."""
+    """validate before any training, fit, validate, test, predict, fit; a hook calls the module outside of a step."""
 
     class Early(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             with torch.no_grad():
-                pl_module.body[0](torch.ones(1, 6))
+                pl_module(torch.ones(1, 6))
 
     trainer = make_trainer(max_steps=6, limit_val_batches=2, num_sanity_val_steps=1, callbacks=[Early()])
     model = Net()
