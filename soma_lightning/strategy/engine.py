@@ -160,8 +160,8 @@ class Engine:
             return module
         if precision == "16-mixed":
             raise ValueError(
-                "precision='16-mixed' works on one process only in this version, because each rank would scale its loss "
-                "by itself; use 'bf16-mixed', or devices=1"
+                "precision='16-mixed' works on one process only in this version, because each rank would scale its "
+                "loss by itself; use 'bf16-mixed', or devices=1"
             )
         self._names.remember(module)
         options = self.options
