@@ -34,6 +34,12 @@ __all__ = ["ContextKV", "KeyList", "attention", "attention_implementation", "att
 
 Implementation = Literal["auto", "kernel", "reference"]
 
+#: What the checks look at in a tensor: type, shape, dtype and device.
+Fact = tuple[type, torch.Size, torch.dtype, torch.device]
+
+#: Types whose shapes are numbers: facts about them can be looked up.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -182,35 +188,28 @@ def attention(
     Raises ValueError when shapes, dtypes or devices do not fit together or a forced kernel cannot run, TypeError for
     DTensors, for a context that is no ContextKV and for a tensor as scale.
     """
-    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v}
-    context_mask: Tensor | None = None
-    keys: KeyList | None = None
     if isinstance(scale, Tensor):
         raise TypeError("scale is a tensor, and no gradient flows to the scale; pass a number")
-    if context is not None:
-        if not isinstance(context, ContextKV):
-            raise TypeError(f"context must be ContextKV(k, v, mask), got {type(context).__name__}")
-        tensors |= {"context.k": context.k, "context.v": context.v}
-        context_mask, keys = context.mask, context.keys
-    _check_presence(tensors, context, key_mask)
+    if context is not None and not isinstance(context, ContextKV):
+        raise TypeError(f"context must be ContextKV(k, v, mask), got {type(context).__name__}")
+    ck, cv, context_mask, keys = (None, None, None, None) if context is None else context
     if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
-        tensors = {name: _autocast(x) for name, x in tensors.items()}
-    _check_tensors({name: x for name, x in tensors.items() if x is not None})
-    _check_shapes(tensors)
-    own_k, context_k = tensors["k"], tensors.get("context.k")
-    _check_mask("key_mask", key_mask, own_k, q)
-    _check_mask("context.mask", context_mask, context_k, q)
+        q, k, v, ck, cv = (_autocast(x) for x in (q, k, v, ck, cv))  # type: ignore[assignment]
+    lines = None if keys is None else keys.lines
+    operands = (q, k, v, ck, cv, key_mask, context_mask, lines)
+    facts = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in operands]
+    # Most calls repeat one of the same shapes, and checking them again would cost the host more than a launch.
+    if not torch.compiler.is_compiling() and all(fact is None or fact[0] in _PLAIN for fact in facts):
+        _check(context is not None, *facts)
+    else:
+        _check.__wrapped__(context is not None, *facts)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _check_keys(keys, context_mask)
-    queries, own_v, context_v = tensors["q"], tensors["v"], tensors.get("context.v")
-    assert queries is not None
     wanted = _default if implementation == "auto" else _check_implementation(implementation)
-    device = queries.device
-    if not _use_kernel(wanted, device.type, device.index, queries.dtype, queries.shape[-1]):
-        return attention_reference(queries, own_k, own_v, context_k, context_v, key_mask, context_mask, scale)
+    if not _use_kernel(wanted, q.device.type, q.device.index, q.dtype, q.shape[-1]):
+        return attention_reference(q, k, v, ck, cv, key_mask, context_mask, scale)
     from soma_kernels.attention.function import attention_kernel  # needs Triton
 
-    return attention_kernel(queries, own_k, own_v, context_k, context_v, key_mask, context_mask, scale, keys)
+    return attention_kernel(q, k, v, ck, cv, key_mask, context_mask, scale, keys)
 
 
 def _autocast(x: Tensor | None) -> Tensor | None:
@@ -219,90 +218,113 @@ def _autocast(x: Tensor | None) -> Tensor | None:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _check_presence(tensors: dict[str, Tensor | None], context: ContextKV | None, key_mask: Tensor | None) -> None:
-    if (tensors["k"] is None) != (tensors["v"] is None):
-        given, missing = ("k", "v") if tensors["v"] is None else ("v", "k")
+@lru_cache(maxsize=4096)
+def _check(
+    has_context: bool,
+    q: Fact | None,
+    k: Fact | None,
+    v: Fact | None,
+    ck: Fact | None,
+    cv: Fact | None,
+    key_mask: Fact | None,
+    context_mask: Fact | None,
+    lines: Fact | None,
+) -> None:
+    """Raises for arguments that do not fit together; what fits is remembered."""
+    assert q is not None
+    _check_presence((k, v), (ck, cv) if has_context else None, key_mask)
+    named = {"q": q, "k": k, "v": v, "context.k": ck, "context.v": cv}
+    _check_tensors({name: fact for name, fact in named.items() if fact is not None})
+    _check_shapes(q, {"": (k, v), "context.": (ck, cv)})
+    _check_mask("key_mask", key_mask, k, q)
+    _check_mask("context.mask", context_mask, ck, q)
+    _check_keys(lines, context_mask)
+
+
+def _check_presence(
+    own: tuple[Fact | None, Fact | None], context: tuple[Fact | None, Fact | None] | None, key_mask: Fact | None
+) -> None:
+    k, v = own
+    if (k is None) != (v is None):
+        given, missing = ("k", "v") if v is None else ("v", "k")
         raise ValueError(f"attention got {given} without {missing}; pass both, or neither with a context")
-    if context is None and tensors["k"] is None:
+    if context is None and k is None:
         raise ValueError("attention got no keys; pass k and v, or context=ContextKV(k, v, mask)")
-    absent = [name for name in ("context.k", "context.v") if name in tensors and tensors[name] is None]
+    absent = [name for name, fact in zip(("context.k", "context.v"), context or (), strict=False) if fact is None]
     if absent:
         raise ValueError(f"the context has no {' and no '.join(absent)}; pass ContextKV(k, v, mask), or context=None")
-    if key_mask is not None and tensors["k"] is None:
+    if key_mask is not None and k is None:
         raise ValueError("key_mask masks the own keys, but k is None; the context's mask goes into ContextKV(mask=...)")
 
 
-def _check_tensors(tensors: dict[str, Tensor]) -> None:
+def _check_tensors(facts: dict[str, Fact]) -> None:
     distributed = sys.modules.get("torch.distributed.tensor")  # no DTensor can exist before this module is loaded
-    q = tensors["q"]
-    for name, x in tensors.items():
-        if distributed is not None and isinstance(x, distributed.DTensor):
+    _, q_shape, q_dtype, q_device = facts["q"]
+    for name, (kind, shape, dtype, device) in facts.items():
+        if distributed is not None and issubclass(kind, distributed.DTensor):
             raise TypeError(
                 f"{name} is a DTensor; attention works on one rank's heads, so pass local tensors: {name}.to_local()"
             )
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be [rows, heads, length, head size], got shape {tuple(x.shape)}")
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {x.dtype}, but q has {q.dtype}; cast one of them")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
-    if q.dtype not in _DTYPES:
-        raise ValueError(f"q must be one of {', '.join(map(str, _DTYPES))}, got {q.dtype}")
-    if q.shape[-1] == 0:
-        raise ValueError(f"q has head size 0, shape {tuple(q.shape)}")
+        if len(shape) != 4:
+            raise ValueError(f"{name} must be [rows, heads, length, head size], got shape {tuple(shape)}")
+        if dtype != q_dtype:
+            raise ValueError(f"{name} has dtype {dtype}, but q has {q_dtype}; cast one of them")
+        if device != q_device:
+            raise ValueError(f"{name} is on {device}, but q is on {q_device}")
+    if q_dtype not in _DTYPES:
+        raise ValueError(f"q must be one of {', '.join(map(str, _DTYPES))}, got {q_dtype}")
+    if q_shape[-1] == 0:
+        raise ValueError(f"q has head size 0, shape {tuple(q_shape)}")
 
 
-def _check_shapes(tensors: dict[str, Tensor | None]) -> None:
-    q, k, ck = tensors["q"], tensors["k"], tensors.get("context.k")
-    assert q is not None
-    N, Hq, _, D = q.shape
+def _check_shapes(q: Fact, segments: dict[str, tuple[Fact | None, Fact | None]]) -> None:
+    N, Hq, _, D = q[1]
     heads: dict[str, int] = {}
-    for name, keys, values in (("", k, tensors["v"]), ("context.", ck, tensors.get("context.v"))):
+    for name, (keys, values) in segments.items():
         if keys is None or values is None:
             continue
-        if keys.shape != values.shape:
-            raise ValueError(
-                f"{name}k and {name}v must have one shape, got {tuple(keys.shape)} and {tuple(values.shape)}"
-            )
-        if keys.shape[-1] != D:
-            raise ValueError(f"{name}k has head size {keys.shape[-1]}, but q has {D}")
-        Hkv = keys.shape[1]
+        if keys[1] != values[1]:
+            raise ValueError(f"{name}k and {name}v must have one shape, got {tuple(keys[1])} and {tuple(values[1])}")
+        rows, Hkv, _, head_size = keys[1]
+        if head_size != D:
+            raise ValueError(f"{name}k has head size {head_size}, but q has {D}")
         if Hkv == 0 or Hq % Hkv:
             raise ValueError(f"q's {Hq} heads are no multiple of the {Hkv} heads of {name}k")
         heads[f"{name}k"] = Hkv
+        if not name and rows != N:
+            raise ValueError(f"k has {rows} rows, but q has {N}; keys that several rows share go into context")
+        if name and (N % rows if rows else N):
+            raise ValueError(
+                f"q's {N} rows are no multiple of the context's {rows}; query row n reads context row n // T"
+            )
     if len(set(heads.values())) > 1:
         raise ValueError(f"both segments must have the same number of heads, got {heads}")
-    if k is not None and k.shape[0] != N:
-        raise ValueError(f"k has {k.shape[0]} rows, but q has {N}; keys that several rows share go into context")
-    if ck is not None and (N % ck.shape[0] if ck.shape[0] else N):
-        raise ValueError(
-            f"q's {N} rows are no multiple of the context's {ck.shape[0]}; query row n reads context row n // T"
-        )
 
 
-def _check_mask(name: str, mask: Tensor | None, keys: Tensor | None, q: Tensor) -> None:
+def _check_mask(name: str, mask: Fact | None, keys: Fact | None, q: Fact) -> None:
     if mask is None:
         return
     assert keys is not None
-    if mask.dtype != torch.bool:
-        raise ValueError(f"{name} must be bool (True = readable), got {mask.dtype}")
-    expected = (keys.shape[0], keys.shape[2])
-    if tuple(mask.shape) != expected:
-        raise ValueError(f"{name} must be [rows, keys] = {expected}, got {tuple(mask.shape)}")
-    if mask.device != q.device:
-        raise ValueError(f"{name} is on {mask.device}, but q is on {q.device}")
+    _, shape, dtype, device = mask
+    if dtype != torch.bool:
+        raise ValueError(f"{name} must be bool (True = readable), got {dtype}")
+    expected = (keys[1][0], keys[1][2])
+    if tuple(shape) != expected:
+        raise ValueError(f"{name} must be [rows, keys] = {expected}, got {tuple(shape)}")
+    if device != q[3]:
+        raise ValueError(f"{name} is on {device}, but q is on {q[3]}")
 
 
-def _check_keys(keys: KeyList | None, mask: Tensor | None) -> None:
-    if keys is None:
+def _check_keys(lines: Fact | None, mask: Fact | None) -> None:
+    if lines is None:
         return
     if mask is None:
         raise ValueError("context.keys is a list of a mask, but context.mask is None; pass both, or neither")
-    expected = (mask.shape[0], mask.shape[1] + PAD)
-    if tuple(keys.lines.shape) != expected or keys.lines.device != mask.device:
+    expected = (mask[1][0], mask[1][1] + PAD)
+    if tuple(lines[1]) != expected or lines[3] != mask[3]:
         raise ValueError(
-            f"context.keys belongs to another mask: its list has shape {tuple(keys.lines.shape)} on "
-            f"{keys.lines.device}, expected {expected} on {mask.device}; pass key_list(context.mask)"
+            f"context.keys belongs to another mask: its list has shape {tuple(lines[1])} on {lines[3]}, "
+            f"expected {expected} on {mask[3]}; pass key_list(context.mask)"
         )
 
 

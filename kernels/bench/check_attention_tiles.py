@@ -1,11 +1,12 @@
 """Which configurations of `soma_kernels.attention.tiles.TABLE` are right on this GPU? Run after every change of Triton.
 
-    PYTHONPATH=.:kernels python kernels/bench/check_attention_tiles.py [--jobs 12] [--out FILE]
+    PYTHONPATH=.:kernels python kernels/bench/check_attention_tiles.py [--jobs 12] [--entries 3,5] [--out FILE]
 
 Every tile runs at a full grid, for several head sizes and dtypes, with and without a mask and own keys; the output and
-every gradient are compared with float64. One line for each configuration that is wrong, then a count and what to write
-into CHECKED. Exit status 1 if any is wrong. Parts of the table run in processes of their own: a fault in one spoils its
-CUDA context, and the rest of its part starts again behind the configuration that faulted.
+every gradient are compared with float64. Compilation takes nearly all of the time, so these are a covering set. One
+line for each that is wrong, then a count and what to write into CHECKED. Exit status 1 if any is wrong. Parts of the
+table run in processes of their own: a fault in one spoils its CUDA context, and the rest of its part starts again
+behind the configuration that faulted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from soma_kernels.attention.backward import Needs, run_backward
+from soma_kernels.attention.call import LOG2E
 from soma_kernels.attention.forward import run_forward
 from soma_kernels.attention.keys import key_list
 from soma_kernels.attention.reference import attention_reference
@@ -32,8 +34,8 @@ from soma_kernels.attention.tiles import TABLE, Entry, Kernel, Tile
 from soma_kernels.runtime import device_facts
 from soma_kernels.testing import assert_close, nan_filled_empty
 
-#: Head sizes that stand for a range of the table.
-HEAD_SIZES = (16, 32, 48, 64, 72, 80, 96, 128, 160, 256)
+#: Head sizes that stand for a range of the table: its ends, and inside it one that does not fill its columns.
+HEAD_SIZES = (16, 48, 64, 72, 96, 128, 160, 256)
 #: Programs of a launch: several waves on a large GPU. Some wrong configurations are right at small grids.
 PROGRAMS = 1024
 DEVICE = "cuda"
@@ -56,37 +58,47 @@ class Check(NamedTuple):
         return f"{self.entry:2d} {entry.kernel} D {self.D} {self.dtype} {mask} {entry.tile}"
 
 
-def checks() -> list[Check]:
-    """Every entry, at every head size of its range in bf16 (float32 where it is for that), at the largest in fp16.
+def checks(entries: Collection[int] = ()) -> list[Check]:
+    """Configurations of some entries, or of all: every head size of the range with a mask, the largest without one.
 
-    With and without a mask, unless the entry is for one of them.
+    In bf16, the largest also in fp16; or in float32, where the entry is for that.
     """
     found = []
     for number, entry in enumerate(TABLE):
+        if entries and number not in entries:
+            continue
         sizes = [D for D in HEAD_SIZES if entry.heads[0] <= D <= entry.heads[1]]
-        dtypes = [("float32", sizes)] if entry.wide else [("bfloat16", sizes), ("float16", sizes[-1:])]
-        masked = [m for m in (False, True) if entry.listed in (None, m)]
-        found += [Check(number, D, dtype, m) for dtype, Ds in dtypes for D in Ds for m in masked]
+        dtype = "float32" if entry.wide else "bfloat16"
+        masked = entry.listed is not False
+        found += [Check(number, D, dtype, masked) for D in sizes]
+        if entry.listed is None:
+            found.append(Check(number, sizes[-1], dtype, False))
+        if not entry.wide:
+            found.append(Check(number, sizes[-1], "float16", masked))
     return found
 
 
 def _lengths(entry: Entry) -> Iterator[tuple[int, int, int, int]]:
-    """(T, G, Lq, Lk) for the fewest and, within reason, the most folded queries, and own keys where they are taken."""
-    most = min(entry.rows[1], max(entry.rows[0], 3 * entry.tile.rows + 7))
-    own = (10, 50) if entry.own is not False and entry.kernel in ("forward", "rows") else (0,)
-    for rows, Lk in itertools.product({entry.rows[0], most}, own):
-        yield 1, 1, rows, Lk
-        if rows % 8 == 0 or rows > 16:
-            yield 2, 4, max(1, rows // 8), Lk
-    if entry.own is not True and own != (0,):
+    """(T, G, Lq, Lk): the most folded queries within reason, of rows and heads that share keys; then the fewest."""
+    most = min(entry.rows[1], max(entry.rows[0], 3 * entry.tile.rows + 8))
+    takes_own = entry.own is not False and entry.kernel in ("forward", "rows")
+    if most >= 8:
+        yield 2, 4, most // 8, 10 if takes_own else 0
+    yield 1, 1, entry.rows[0], 50 if takes_own else 0
+    if takes_own and entry.own is None:
         yield 1, 1, most, 0
+
+
+def _context_lengths(entry: Entry) -> tuple[int, ...]:
+    """Numbers of context keys: several steps, the last one not full; less than one step."""
+    keys = entry.tile.keys
+    return min(entry.keys, 3 * keys + 58) - entry.tile.one_block, keys // 2 + 1
 
 
 def run(check: Check) -> str | None:
     """What is wrong with one configuration, None when nothing is."""
     entry, dtype = TABLE[check.entry], getattr(torch, check.dtype)
-    Lc = entry.keys - 1 if entry.keys < 1 << 20 else 3 * entry.tile.keys + 58
-    for T, G, Lq, Lk in _lengths(entry):
+    for (T, G, Lq, Lk), Lc in itertools.product(_lengths(entry), _context_lengths(entry)):
         if not entry.rows[0] <= T * G * Lq <= entry.rows[1]:
             continue
         tiles = -(-T * G * Lq // entry.tile.rows)
@@ -112,29 +124,43 @@ def _compare(check: Check, dtype: torch.dtype, sizes: tuple[int, int, int, int, 
     keys = None if mask is None else key_list(mask)
     context = entry.kernel in ("one_pass", "keys")
     needs = Needs(entry.kernel != "keys", bool(Lk), bool(Lk), context, context)
-    with nan_filled_empty():
-        out, lse = run_forward(
-            q, k, v, ck, cv, None, keys, scale, tile=entry.tile if entry.kernel == "forward" else None
-        )
-        got: tuple[Tensor | None, ...] = ()
-        if entry.kernel != "forward":
-            tiles: dict[Kernel, Tile] = {entry.kernel: entry.tile}
-            got = run_backward(do, q, k, v, ck, cv, None, keys, out, lse, scale, needs, tiles=tiles)
     inputs = [None if x is None else x.double() for x in (q, k, v, ck, cv)]
     wanted = [x for x, need in zip(inputs, needs, strict=True) if need and x is not None]
     for x in wanted:
         x.requires_grad_()
     truth = attention_reference(*inputs, None, mask, scale)  # type: ignore[call-arg, arg-type]
-    assert_close("out", out, truth.detach())
-    if got:
-        expected = torch.autograd.grad(truth, wanted, do.double())
-        names = [name for name, need in zip(Needs._fields, needs, strict=True) if need]
-        for name, grad, true in zip(names, [g for g in got if g is not None], expected, strict=True):
-            assert_close(f"d{name}", grad, true)
+    with nan_filled_empty():
+        if entry.kernel == "forward":
+            out, _ = run_forward(q, k, v, ck, cv, None, keys, scale, tile=entry.tile)
+            assert_close("out", out, truth.detach())
+            return
+        # The forward's results, without its kernel.
+        out, lse = truth.detach().to(dtype), _log_sum_exp(inputs, mask, scale)
+        tiles: dict[Kernel, Tile] = {entry.kernel: entry.tile}
+        got = run_backward(do, q, k, v, ck, cv, None, keys, out, lse, scale, needs, tiles=tiles)
+    expected = torch.autograd.grad(truth, wanted, do.double())
+    names = [name for name, need in zip(Needs._fields, needs, strict=True) if need]
+    for name, grad, true in zip(names, [g for g in got if g is not None], expected, strict=True):
+        assert_close(f"d{name}", grad, true)
+
+
+def _log_sum_exp(inputs: Sequence[Tensor | None], mask: Tensor | None, scale: float) -> Tensor:
+    """Base-2 log-sum-exp [N, Hq, Lq] float32 of the scores; +inf where a query reads nothing."""
+    q, k, _, ck, _ = (None if x is None else x.detach() for x in inputs)
+    assert q is not None
+    assert ck is not None
+    T, G = q.shape[0] // ck.shape[0], q.shape[1] // ck.shape[1]
+    scores = q @ ck.repeat_interleave(T, 0).repeat_interleave(G, 1).mT * scale
+    if mask is not None:
+        scores.masked_fill_(~mask.repeat_interleave(T, 0)[:, None, None], -torch.inf)
+    if k is not None:
+        scores = torch.cat([scores, q @ k.repeat_interleave(G, 1).mT * scale], -1)
+    lse = scores.logsumexp(-1) * LOG2E
+    return torch.where(lse == -torch.inf, torch.inf, lse).float()
 
 
 def _work(numbers: list[int]) -> None:
-    """Runs some checks and prints a JSON line for each: [number, what is wrong or null]."""
+    """Runs some checks of all and prints a JSON line for each: [number, what is wrong or null]."""
     every = checks()
     for number in numbers:
         print(json.dumps([number, run(every[number])]), flush=True)
@@ -165,11 +191,12 @@ def _supervise(numbers: list[int], deadline: float) -> dict[int, str | None]:
     return results | dict.fromkeys(left, NOT_RUN)
 
 
-def check_all(jobs: int, seconds: float) -> dict[str, str | None]:
-    """{configuration: what is wrong, or None} for the whole table, in `jobs` processes and `seconds`."""
-    every = checks()
+def check_all(entries: Collection[int], jobs: int, seconds: float) -> dict[str, str | None]:
+    """{configuration: what is wrong, or None} for some entries or all, in `jobs` processes and `seconds`."""
+    every, chosen = checks(), set(checks(entries))
+    numbers = [number for number, check in enumerate(every) if check in chosen]
     deadline = time.monotonic() + seconds
-    shares = [list(range(start, len(every), jobs)) for start in range(min(jobs, len(every)))]
+    shares = [numbers[start::jobs] for start in range(min(jobs, len(numbers)))]
     with ThreadPoolExecutor(len(shares)) as pool:
         found: dict[int, str | None] = {}
         for part in pool.map(_supervise, shares, itertools.repeat(deadline)):
@@ -181,6 +208,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Checks every attention configuration on this GPU.")
     parser.add_argument("--jobs", type=int, default=12, help="processes; compilation takes most of the time")
     parser.add_argument("--seconds", type=float, default=1200.0, help="what has not run by then counts as wrong")
+    parser.add_argument("--entries", default="", help="numbers of entries, for example 3,5; default: the whole table")
     parser.add_argument("--out", type=Path, help="a JSON file of all results")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -189,15 +217,16 @@ def main() -> int:
     if chosen.work:
         _work([int(number) for number in chosen.work.split(",")])
         return 0
-    results = check_all(chosen.jobs, chosen.seconds)
+    entries = {int(number) for number in chosen.entries.split(",") if number}
+    results = check_all(entries, chosen.jobs, chosen.seconds)
     wrong = {name: reason for name, reason in results.items() if reason is not None}
     if chosen.out:
         content: dict[str, Any] = {"device": torch.cuda.get_device_name(), "results": results}
         chosen.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name, reason in wrong.items():
-        print(f"WRONG {name}\n      {reason}")
+        print(f"{'' if reason == NOT_RUN else 'WRONG: '}{name}: {reason}")
     print(f"{len(results) - len(wrong)} of {len(results)} configurations are right")
-    if not wrong:
+    if not wrong and not entries:
         import triton
 
         version = ".".join(triton.__version__.split(".")[:2])

@@ -37,20 +37,30 @@ class Prepared:
         options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers, "enable_fp_fusion": fuse}
         self._options = {name: value for name, value in options.items() if value is not None}
         self._compiled: Any = None
+        self._launch: Any = None
+        self._handle: tuple[Any, ...] = ()
+        self._hooks: Any = None
         self._stream: Any = None
         self._device = -1
 
     def __call__(self, programs: int, *arguments: Any) -> None:
         """Starts `programs` programs on the current device and stream, or runs them in Triton's interpreter."""
-        if self._compiled is not None:
-            self._compiled[programs, 1, 1](*arguments, *self._constants, stream=self._stream(self._device))
+        if self._launch is not None:
+            stream = self._stream(self._device)
+            if self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls:  # a profiler listens
+                self._compiled[programs, 1, 1](*arguments, *self._constants, stream=stream)
+            else:
+                self._launch(programs, 1, 1, stream, *self._handle, None, None, None, *arguments, *self._constants)
             return
         launched = self._kernel[(programs, 1, 1)](*arguments, *self._constants, **self._options)
         if launched is not None:  # the interpreter compiles nothing
+            from triton import knobs
             from triton.runtime import driver
 
             self._compiled, self._stream = launched, driver.active.get_current_stream
             self._device = torch.cuda.current_device()
+            self._launch, self._handle = launched.run, (launched.function, launched.packed_metadata)
+            self._hooks = knobs.runtime
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

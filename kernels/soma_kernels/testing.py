@@ -33,12 +33,15 @@ def relative_rms(got: Tensor, reference: Tensor) -> float:
     return (got - reference).square().mean().sqrt().item() / (scale or 1.0)
 
 
-def assert_close(name: str, got: Tensor, reference: Tensor, torch_result: Tensor | None = None) -> None:
+def assert_close(
+    name: str, got: Tensor, reference: Tensor, torch_result: Tensor | None = None, *, slack: float = 1.0
+) -> None:
     """Raises AssertionError naming the tensor when `got` is worse than its dtype allows.
 
     got: the result under test. reference: float64, same shape, computed independently. torch_result: plain torch's
     answer in the dtype of `got`; our error may then be FACTOR_OVER_TORCH times torch's, or one final rounding if torch
-    happens to be closer than that. Non-finite values must sit where the reference has the same ones.
+    happens to be closer than that. slack: factor of the limit without torch_result. Non-finite values must sit where
+    the reference has the same ones.
     """
     if reference.dtype != torch.float64:
         raise ValueError(f"{name}: the reference must be float64, got {reference.dtype}")
@@ -54,7 +57,8 @@ def assert_close(name: str, got: Tensor, reference: Tensor, torch_result: Tensor
             f"{name}: {int(wrong.sum())} of {wrong.numel()} values differ in being finite; {_at(wrong)}"
         )
     ours, truth = ours[finite], truth[finite]
-    limit = _limit(got.dtype, truth, None if torch_result is None else torch_result.detach().double().cpu()[finite])
+    by_torch = None if torch_result is None else torch_result.detach().double().cpu()[finite]
+    limit = (slack if by_torch is None else 1.0) * _limit(got.dtype, truth, by_torch)
     error = relative_rms(ours, truth)
     if error > limit:
         raise AssertionError(f"{name}: relative RMS error {error:.3e} exceeds {limit:.3e} ({got.dtype})")

@@ -12,13 +12,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from bench import attention, attention_peers, check_attention_tiles, run  # noqa: E402
+from bench import attention, attention_peers, check_attention_tiles, pi05_expert, run  # noqa: E402
 from bench.attention_cases import ATTENTION_CASES, LAYOUTS, TINY_ATTENTION_CASES, draw, mask_of  # noqa: E402
 from bench.attention_cases import readable_keys as count_keys  # noqa: E402
 from bench.attention_peers import ATTENTION_PEERS, AttentionPeer  # noqa: E402
 from bench.check_attention_tiles import Check, checks  # noqa: E402
 from soma_kernels.attention.tiles import TABLE  # noqa: E402
 from soma_kernels.testing import assert_close  # noqa: E402
+from soma_lightning.models.pi05 import expert as expert_module  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -178,3 +179,42 @@ def test_a_wrong_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert message is not None
     assert message.startswith("T 1 G 2 Lq 5 Lk 3 Lc ")
     assert "dq: relative RMS error" in message
+
+
+# -- the whole expert -------------------------------------------------------------------------------------------------
+
+
+def test_the_expert_runs_with_every_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--size", "tiny", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc"]
+    assert pi05_expert.main(arguments) == 0
+    content = json.loads((tmp_path / "pi05_expert.json").read_text())
+    ours, *others = content["rows"]
+    assert ours["name"] == "ours"
+    assert ours["eager_ms"]["median"] > 0
+    assert sum(row["note"] is None for row in others) == 2
+    assert all(0 < row["error"] < 0.05 for row in content["rows"] if row["note"] is None)
+    assert "| sdpa math fold |" in (tmp_path / "pi05_expert.md").read_text()
+    assert "ours" in capsys.readouterr().out
+
+
+def test_a_wrong_expert_gets_no_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = expert_module.attention
+
+    def wrong(*args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = right(*args, **kwargs) * 1.1
+        return out if args[0].dtype == torch.bfloat16 else out / 1.1
+
+    monkeypatch.setattr(expert_module, "attention", wrong)
+    assert pi05_expert.main(["--size", "tiny", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc"]) == 1
+    assert "more than twice the error of torch's attention" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_expert_runs_on_the_gpu_with_graphs(tmp_path: Path) -> None:
+    assert pi05_expert.main(["--size", "tiny", "--device", "cuda", "--out", str(tmp_path), "--commit", "abc"]) == 0
+    rows = json.loads((tmp_path / "pi05_expert.json").read_text())["rows"]
+    assert all(row["graph_ms"]["median"] > 0 for row in rows if row["note"] is None)

@@ -35,6 +35,8 @@ from soma_kernels.testing import (  # noqa: E402
 
 NAMES = ("q", "k", "v", "ck", "cv")
 LENGTHS = (1, 2, 3, 10, 50, 63, 129, 483, 968)
+#: Gradients come from a rounded output and log-sum-exp, torch's from stored probabilities: see docs/numerics.md.
+GRADIENT_SLACK = 1.5
 HEAD_SIZES = (16, 20, 32, 48, 64, 72, 80, 96, 128, 160, 256)
 
 
@@ -183,15 +185,21 @@ def results(
 
 def assert_as_good(found: dict[str, Result]) -> None:
     """Each within its dtype's tolerance, or within twice plain torch's error where that is larger (nearly cancelling
-    sums). Where the truth vanishes (one readable key leaves no gradient for q and k), ours must vanish beside 1."""
+    sums). Gradients get 1.5 times the tolerance: see docs/numerics.md. Where the truth vanishes (one readable key
+    leaves no gradient for q and k), ours must vanish beside the terms that were summed."""
     assert len(found) > 1, "an output and at least one gradient"
     for name, (ours, truth, by_torch) in found.items():
         assert ours.dtype == by_torch.dtype, name
+        slack = 1.0 if name == "out" else GRADIENT_SLACK
+        tolerance = slack * TOLERANCE[ours.dtype]
         if truth.numel() and truth.abs().max() < 1e-12:
-            assert ours.abs().max().item() <= 8 * TOLERANCE[ours.dtype], name
+            terms = found["out"].ours.numel() / (ours.shape[0] * ours.shape[1] * ours.shape[3])
+            assert ours.abs().max().item() <= 8 * tolerance * max(1.0, terms / 64) ** 0.5, name
             continue
-        is_looser = FACTOR_OVER_TORCH * relative_rms(by_torch, truth) > TOLERANCE[ours.dtype]
-        assert_close(name, ours, truth, by_torch if is_looser else None)
+        if FACTOR_OVER_TORCH * relative_rms(by_torch, truth) > tolerance:
+            assert_close(name, ours, truth, by_torch)
+        else:
+            assert_close(name, ours, truth, slack=slack)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -240,9 +248,14 @@ def test_lengths(place: Place, queries: int, own: bool) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("Lc", [7, 33, 64])
 @pytest.mark.parametrize("D", HEAD_SIZES)
-def test_head_sizes(place: Place, D: int, own: bool) -> None:
-    assert_as_good(results(Shape(Bc=1, T=2, G=2, Lq=9, Lk=9 if own else 0, Lc=33, D=D), place, context_mask="random"))
+def test_head_sizes(place: Place, D: int, Lc: int, own: bool) -> None:
+    """With less than one step of keys, with a step that is not full, and with full ones only."""
+    if not place.is_gpu and Lc != 33:
+        pytest.skip("the interpreter runs one of them")
+    mask = "none" if Lc == 64 else "random"
+    assert_as_good(results(Shape(Bc=1, T=2, G=2, Lq=9, Lk=9 if own else 0, Lc=Lc, D=D), place, context_mask=mask))
 
 
 @pytest.mark.parametrize(("Hkv", "G"), [(1, 1), (1, 8), (4, 2), (8, 1)])
@@ -340,11 +353,12 @@ def test_every_tile_of_the_table(place: Place, entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("Lq", [10, 20])
-def test_masked_keys_may_hold_anything(place: Place, Lq: int, garbage: float) -> None:
-    shape = Shape(T=2, Hkv=1, Lq=Lq, Lk=7, Lc=40)
+@pytest.mark.parametrize(("Lq", "Lc", "D"), [(10, 40, 16), (20, 40, 16), (10, 9, 16), (5, 9, 96)])
+def test_masked_keys_may_hold_anything(place: Place, Lq: int, Lc: int, D: int, garbage: float) -> None:
+    """Also where a row reads nothing, and where all keys are one block."""
+    shape = Shape(T=2, Hkv=1, Lq=Lq, Lk=7, Lc=Lc, D=D)
     x = draw(shape, place)
-    key_mask, context_mask = draw_mask("random", 4, 7, place), draw_mask("empty", 2, 40, place)
+    key_mask, context_mask = draw_mask("empty", 4, 7, place), draw_mask("empty", 2, Lc, place)
     dirty = dict(x)
     for name, mask in (("k", key_mask), ("v", key_mask), ("ck", context_mask), ("cv", context_mask)):
         tensor = x[name]
@@ -508,7 +522,8 @@ def test_plans_are_made_once(place: Place) -> None:
     x = leaves(draw(Shape(Lq=4, Lk=5, Lc=20), place), NAMES)
     before = backward_module._plan.cache_info()
     for _ in range(3):
-        attention_kernel(*x.values(), None, None, 0.25).sum().backward()  # type: ignore[arg-type]
+        out = attention_kernel(*x.values(), None, None, 0.25)  # type: ignore[arg-type]
+        out.backward(torch.ones_like(out))
     after = backward_module._plan.cache_info()
     assert after.misses - before.misses <= 1
     assert after.hits - before.hits >= 2

@@ -23,11 +23,15 @@ from soma_kernels.attention.backward_rows import attention_backward_rows_kernel,
 from soma_kernels.attention.call import (
     LOG2E,
     PAD,
+    Shape,
     Sizes,
+    Stride,
     Strides,
     alignment,
+    are_aligned,
     as_operand,
     empty_result,
+    is_in_reach,
     precision,
     row_strides,
 )
@@ -74,7 +78,10 @@ class _Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The launches of one backward, None where there is nothing to do. num_parts: of dk and dv; 1: written directly."""
+    """The launches of one backward, None where there is nothing to do. num_parts: of dk and dv; 1: written directly.
+
+    copies: whether an operand must be copied first. out_copies: whether out must, since it has to lie as dq does.
+    """
 
     rows: _Launch | None
     sum: _Launch | None
@@ -82,6 +89,8 @@ class _Plan(NamedTuple):
     context_keys: _Launch | None
     own_keys: _Launch | None
     num_parts: int
+    copies: bool = False
+    out_copies: bool = False
 
 
 class Call(NamedTuple):
@@ -125,7 +134,41 @@ def _num_parts(sizes: Sizes, rows: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _plan(call: Call) -> _Plan:
+def _plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    needs: Needs,
+    shapes: tuple[Shape, Shape | None, Shape],
+    strides: tuple[Stride, Stride | None, Stride | None, Stride, Stride, Stride, Stride],
+    results: tuple[Stride | None, Stride | None, Stride | None],
+    has_key_mask: bool,
+    is_listed: bool,
+    tiles: tuple[tuple[Kernel, Tile], ...],
+) -> _Plan:
+    """shapes: of q, k, ck. strides: of q, k, v, ck, cv, out, do. results: strides of dq, of dk or dv, of dck or dcv."""
+    q, k, ck = shapes
+    read = [
+        (shape, stride)
+        for shape, stride in zip((q, k, k, ck, ck, q, q), strides, strict=True)
+        if shape is not None and stride is not None
+    ]
+    copies = not all(is_in_reach(*layout) for layout in read)
+    dq, dk, dck = results
+    of_q = row_strides(q, strides[0])
+
+    def rows(shape: Shape | None, stride: Stride | None) -> Strides:
+        return of_q if shape is None or stride is None else row_strides(shape, stride)
+
+    layouts = Layouts(
+        *(of_q, rows(k, strides[1]), rows(k, strides[2]), rows(ck, strides[3]), rows(ck, strides[4])),
+        *(rows(q, strides[5]), rows(q, strides[6]), rows(k, dk), rows(ck, dck)),
+    )
+    sizes = Sizes.of(q, k, ck)
+    plan = _launches(Call(device, dtype, sizes, layouts, needs, has_key_mask, is_listed, tiles))
+    return plan._replace(copies=copies, out_copies=dq is not None and layouts.out != row_strides(q, dq))
+
+
+def _launches(call: Call) -> _Plan:
     sizes, needs = call.sizes, call.needs
     one_pass = call.tile("one_pass", sizes, call.is_listed) if (needs.ck or needs.cv) and not sizes.Lk else None
     if one_pass is not None and sizes.rows <= one_pass.rows + one_pass.more_rows:
@@ -163,7 +206,7 @@ def _rows(call: Call, tile: Tile, needs_k: bool, needs_v: bool, num_parts: int) 
     constants = (
         *(sizes.D, tile.width, tile.rows, tile.keys, tile.own_keys),
         *(own, call.has_key_mask, sizes.T == 1 and sizes.Lk <= tile.own_keys),
-        *(call.is_listed, sizes.Lc % tile.keys == 0, sizes.T > 1, sizes.G > 1),
+        *(call.is_listed, sizes.T > 1, sizes.G > 1),
         *(call.needs.q, needs_k, needs_v, num_parts > 1, at.q == at.out == at.do, at.ck == at.cv),
         *(alignment(call.dtype, *strides), precision(call.dtype)),
     )
@@ -187,10 +230,11 @@ def _sum(call: Call, tile: Tile, num_parts: int) -> _Launch:
 
 def _one_pass(call: Call, tile: Tile) -> _Launch:
     sizes, at, needs = call.sizes, call.layouts, call.needs
+    assert not tile.one_block or sizes.Lc <= tile.keys, "the only block holds all keys"
     strides = (at.q, at.ck, at.cv, at.out, at.do, at.dck)
     constants = (
         *(sizes.D, tile.width, tile.rest, tile.rows, tile.more_rows, tile.keys),
-        *(call.is_listed, sizes.Lc % tile.keys == 0, sizes.Lc <= tile.keys, sizes.T > 1, sizes.G > 1),
+        *(call.is_listed, tile.one_block, sizes.T > 1, sizes.G > 1),
         *(needs.q, needs.ck, needs.cv, at.q == at.out == at.do, at.ck == at.cv == at.dck),
         *(alignment(call.dtype, *strides), precision(call.dtype)),
     )
@@ -250,32 +294,52 @@ def run_backward(
 
     do: gradient of `out`, any strides. Everything else as `run_forward` got and gave it. tiles: instead of the table's.
     """
-    dq, dk, dv, dck, dcv = empty_gradients(q, k, ck, needs)
-    do, q, ck, cv, out = (as_operand(x) for x in (do, q, ck, cv, out))
-    if dq is not None and row_strides(out) != row_strides(dq):  # one set of strides serves both
-        out = torch.empty_like(dq).copy_(out)
-    k, v = (q, q) if k is None or v is None else (as_operand(k), as_operand(v))
-    own = dk if dk is not None else dv
-    context = dck if dck is not None else dcv
-    layouts = Layouts(
-        q=row_strides(q),
-        k=row_strides(k),
-        v=row_strides(v),
-        ck=row_strides(ck),
-        cv=row_strides(cv),
-        out=row_strides(out),
-        do=row_strides(do),
-        dk=row_strides(q if own is None else own),
-        dck=row_strides(q if context is None else context),
-    )
-    sizes = Sizes.of(q, None if k is q else k, ck)
+    gradients = empty_gradients(q, k, ck, needs)
     given = tuple((tiles or {}).items())
-    call = Call(q.device, q.dtype, sizes, layouts, needs, key_mask is not None, keys is not None, given)
-    plan = _plan(call)
+    _run(gradients, do, q, k, v, ck, cv, key_mask, keys, out, lse, scale, needs, given)
+    return gradients
+
+
+def _run(
+    gradients: tuple[Tensor | None, ...],
+    do: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    ck: Tensor,
+    cv: Tensor,
+    key_mask: Tensor | None,
+    keys: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    needs: Needs,
+    tiles: tuple[tuple[Kernel, Tile], ...],
+) -> None:
+    """Writes the gradients that are not None."""
+    dq, dk, dv, dck, dcv = gradients
+    if k is None or v is None:
+        k_shape = k_stride = v_stride = None
+        k = v = q
+    else:
+        k_shape, k_stride, v_stride = k.shape, k.stride(), v.stride()
+    own, context = dv if dk is None else dk, dcv if dck is None else dck
+    shapes = (q.shape, k_shape, ck.shape)
+    strides = (q.stride(), k_stride, v_stride, ck.stride(), cv.stride(), out.stride(), do.stride())
+    results = tuple(None if x is None else x.stride() for x in (dq, own, context))
+    is_masked, is_listed = key_mask is not None, keys is not None
+    plan = _plan(q.device, q.dtype, needs, shapes, strides, results, is_masked, is_listed, tiles)  # type: ignore[arg-type]
+    if plan.copies or plan.out_copies or not are_aligned(q, k, v, ck, cv, out, do):
+        if plan.out_copies and dq is not None:
+            out = torch.empty_like(dq).copy_(out)
+        k_or, v_or = (None, None) if k is q else (as_operand(k), as_operand(v))
+        do, q, ck, cv, out = (as_operand(x) for x in (do, q, ck, cv, out))
+        _run(gradients, do, q, k_or, v_or, ck, cv, key_mask, keys, out, lse, scale, needs, tiles)
+        return
     index, count = keys or (lse, lse)
     exponent = scale * LOG2E
     # A pointer that is not used stands for a tensor that is not there.
-    dck_or, dcv_or = (q if x is None else x for x in (dck, dcv))
+    dck_or, dcv_or = q if dck is None else dck, q if dcv is None else dcv
     with on_device(q.device):
         if plan.one_pass is not None:
             kernel, programs, integers = plan.one_pass
@@ -291,7 +355,6 @@ def run_backward(
             index, count = (lse, lse) if key_mask is None else key_list(key_mask)
             dk_or, dv_or = (q if x is None else x for x in (dk, dv))
             kernel(programs, q, k, v, index, count, out, do, lse, dk_or, dv_or, *integers, exponent, scale)
-    return dq, dk, dv, dck, dcv
 
 
 def _run_rows(

@@ -159,7 +159,7 @@ def attention_backward_one_pass_kernel(
     cv_head, cv_line, out_row, out_head, out_line, do_row, do_head, do_line, dck_row, dck_head, dck_line, T, G, Hkv,
     Lq, Lc, scale, score_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, MORE_ROWS: tl.constexpr,
-    KEYS: tl.constexpr, LISTED: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, SHARED: tl.constexpr,
+    KEYS: tl.constexpr, LISTED: tl.constexpr, ONE_BLOCK: tl.constexpr, SHARED: tl.constexpr,
     GROUPED: tl.constexpr, NEED_Q: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr,
     QUERIES_ALIKE: tl.constexpr, KEYS_ALIKE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -198,11 +198,11 @@ def attention_backward_one_pass_kernel(
     num_blocks = tl.cdiv(end, KEYS)
     if ONE_BLOCK:  # known to the compiler: no loop, far fewer registers
         num_blocks = 1
+    # Behind a list's readable keys are copies of one of them, but an empty list has none, and its only block is read.
+    MASKED: tl.constexpr = ONE_BLOCK or not LISTED
     for j in range(0, num_blocks):
         lines, inside = context_lines(j, index, end, KEYS, LISTED)
-        k1, k2, v1, v2 = _load_keys(
-            ck_start, cv_start, lines, inside, ck_line, cv_line, D, WIDTH, REST, not LISTED and not EVEN, ALIGN
-        )
+        k1, k2, v1, v2 = _load_keys(ck_start, cv_start, lines, inside, ck_line, cv_line, D, WIDTH, REST, MASKED, ALIGN)
         pa, sa = _transposed_block(
             qa1, qa2, da1, da2, delta_a, lse_a, k1, k2, v1, v2, inside, scale, REST, NEED_DS, PRECISION
         )

@@ -89,7 +89,7 @@ def attention_backward_rows_kernel(
     v_row, v_head, v_line, ck_row, ck_head, ck_line, cv_row, cv_head, cv_line, out_row, out_head, out_line, do_row,
     do_head, do_line, dk_row, dk_head, dk_line, part, T, G, Hkv, Lq, Lk, Lc, scale, score_scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, OWN_KEYS: tl.constexpr,
-    OWN: tl.constexpr, KEY_MASK: tl.constexpr, SINGLE: tl.constexpr, LISTED: tl.constexpr, EVEN: tl.constexpr,
+    OWN: tl.constexpr, KEY_MASK: tl.constexpr, SINGLE: tl.constexpr, LISTED: tl.constexpr,
     SHARED: tl.constexpr, GROUPED: tl.constexpr, NEED_Q: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr,
     PARTED: tl.constexpr, QUERIES_ALIKE: tl.constexpr, KEYS_ALIKE: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -152,12 +152,10 @@ def attention_backward_rows_kernel(
             lines, inside = context_lines(j, index, end, KEYS, LISTED)
             at_k = line_starts(ck_start, lines, ck_line, ALIGN)
             at_v = line_starts(cv_start, lines, cv_line, ALIGN)
-            k1 = load_rows(at_k, inside, 0, WIDTH, D, not LISTED and not EVEN)
-            v1 = load_rows(at_v, inside, 0, WIDTH, D, not LISTED and not EVEN)
+            k1 = load_rows(at_k, inside, 0, WIDTH, D, not LISTED)
+            v1 = load_rows(at_v, inside, 0, WIDTH, D, not LISTED)
             scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION) * scale
-            probs = tl.exp2(scores - rows_lse[:, None])
-            if LISTED or not EVEN:
-                probs = tl.where(inside[None, :], probs, 0.0)
+            probs = tl.where(inside[None, :], tl.exp2(scores - rows_lse[:, None]), 0.0)
             d_scores = probs * (tl.dot(do1, tl.trans(v1), input_precision=PRECISION) - delta[:, None])
             dq1 = tl.dot(d_scores.to(k1.dtype), k1, dq1, input_precision=PRECISION)
         # dq has the strides of out.

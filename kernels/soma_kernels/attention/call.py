@@ -14,6 +14,9 @@ LOG2E = 1.4426950408889634
 #: masked one, which may hold NaN.
 PAD = 128
 
+#: A tensor's own shape and strides, and the strides of its rows, heads and lines that kernels get.
+Shape = tuple[int, ...]
+Stride = tuple[int, ...]
 Strides = tuple[int, int, int]
 
 
@@ -41,10 +44,11 @@ class Sizes(NamedTuple):
     D: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor | None, ck: Tensor) -> Sizes:
-        N, Hq, Lq, D = q.shape
-        Bc, Hkv, Lc, _ = ck.shape
-        return cls(Bc, N // Bc, Hq // Hkv, Hkv, Lq, 0 if k is None else k.shape[2], Lc, D)
+    def of(cls, q: Shape, k: Shape | None, ck: Shape) -> Sizes:
+        """From the shapes of q [N, Hq, Lq, D], own keys [N, Hkv, Lk, D] or None, context [Bc, Hkv, Lc, D]."""
+        N, Hq, Lq, D = q
+        Bc, Hkv, Lc, _ = ck
+        return cls(Bc, N // Bc, Hq // Hkv, Hkv, Lq, 0 if k is None else k[2], Lc, D)
 
     @property
     def rows(self) -> int:
@@ -57,9 +61,9 @@ class Sizes(NamedTuple):
         return self.G * self.Lq
 
 
-def row_strides(x: Tensor) -> Strides:
+def row_strides(shape: Shape, stride: Stride) -> Strides:
     """Strides of [rows, heads, lines, D] in elements, 0 where there is one of it; the last one is 1."""
-    (row, head, line, _), (rows, heads, lines, _) = x.stride(), x.shape
+    (row, head, line, _), (rows, heads, lines, _) = stride, shape
     return row if rows > 1 else 0, head if heads > 1 else 0, line if lines > 1 else 0
 
 
@@ -68,14 +72,20 @@ def empty_result(x: Tensor) -> Tensor:
     return torch.empty_like(x) if x.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def as_operand(x: Tensor) -> Tensor:
-    """`x` [rows, heads, lines, D] as kernels read it; copied only when they cannot.
+def is_in_reach(shape: Shape, stride: Stride) -> bool:
+    """Whether kernels can read such a tensor: columns side by side, offsets inside one row below 2**31."""
+    _, head, line, column = stride
+    return column == 1 and (shape[1] - 1) * head + (shape[2] - 1) * line + shape[3] < 2**31
 
-    They need columns side by side, a start at a multiple of 16 bytes, and offsets inside one row below 2**31.
-    """
-    _, head, line, column = x.stride()
-    reach = (x.shape[1] - 1) * head + (x.shape[2] - 1) * line + x.shape[3]
-    if column == 1 and x.data_ptr() % 16 == 0 and reach < 2**31:
+
+def are_aligned(*tensors: Tensor) -> bool:
+    """Whether all start at a multiple of 16 bytes, as kernels are told they do."""
+    return not any(x.data_ptr() % 16 for x in tensors)
+
+
+def as_operand(x: Tensor) -> Tensor:
+    """`x` [rows, heads, lines, D] as kernels read it, in reach and aligned; a copy if it is not."""
+    if is_in_reach(x.shape, x.stride()) and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -29,11 +29,14 @@ from soma_kernels.attention.blocks import (
 from soma_kernels.attention.call import (
     LOG2E,
     PAD,
+    Shape,
     Sizes,
-    Strides,
+    Stride,
     alignment,
+    are_aligned,
     as_operand,
     empty_result,
+    is_in_reach,
     precision,
     row_strides,
 )
@@ -66,8 +69,8 @@ def attention_forward_kernel(
     v_line, ck_row, ck_head, ck_line, cv_row, cv_head, cv_line, out_row, out_head, out_line, T, G, Hkv, Lq, Lk, Lc,
     scale,
     D: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    OWN_KEYS: tl.constexpr, OWN: tl.constexpr, KEY_MASK: tl.constexpr, LISTED: tl.constexpr, EVEN: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, ONE_OWN_BLOCK: tl.constexpr, SHARED: tl.constexpr, GROUPED: tl.constexpr,
+    OWN_KEYS: tl.constexpr, OWN: tl.constexpr, KEY_MASK: tl.constexpr, LISTED: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, SHARED: tl.constexpr, GROUPED: tl.constexpr,
     QUERIES_ALIKE: tl.constexpr, KEYS_ALIKE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if QUERIES_ALIKE:  # equal strides under one name: equal offsets are computed and kept once
@@ -99,33 +102,31 @@ def attention_forward_kernel(
     num_blocks = tl.cdiv(end, KEYS)
     if ONE_BLOCK:  # known to the compiler: no loop, far fewer registers
         num_blocks = 1
+    # Behind a list's readable keys are copies of one of them, but an empty list has none, and its only block is read.
+    MASKED: tl.constexpr = ONE_BLOCK or not LISTED
     for j in range(0, num_blocks):
         lines, inside = context_lines(j, index, end, KEYS, LISTED)
         at_k = line_starts(ck_start, lines, ck_line, ALIGN)
         at_v = line_starts(cv_start, lines, cv_line, ALIGN)
-        k1 = load_rows(at_k, inside, 0, WIDTH, D, not LISTED and not EVEN)
+        k1 = load_rows(at_k, inside, 0, WIDTH, D, MASKED)
         scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
         if REST > 0:
-            k2 = load_rows(at_k, inside, WIDTH, REST, D, not LISTED and not EVEN)
+            k2 = load_rows(at_k, inside, WIDTH, REST, D, MASKED)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
-        scores = scores * scale
-        if LISTED or not EVEN:
-            scores = tl.where(inside[None, :], scores, -float("inf"))
+        scores = tl.where(inside[None, :], scores * scale, -float("inf"))
         top, total, probs, decay = _online_softmax(scores, top, total)
         probs = probs.to(q.dtype.element_ty)
-        v1 = load_rows(at_v, inside, 0, WIDTH, D, not LISTED and not EVEN)
+        v1 = load_rows(at_v, inside, 0, WIDTH, D, MASKED)
         sum1 = tl.dot(probs, v1, sum1 * decay[:, None], input_precision=PRECISION)
         if REST > 0:
-            v2 = load_rows(at_v, inside, WIDTH, REST, D, not LISTED and not EVEN)
+            v2 = load_rows(at_v, inside, WIDTH, REST, D, MASKED)
             sum2 = tl.dot(probs, v2, sum2 * decay[:, None], input_precision=PRECISION)
 
     if OWN:  # never together with REST: see tiles.py
         rows_of_key = G * Lq
         begin, stop = own_range(i_tile, rows_of_key, num_folded, Lk, ROWS, SHARED)
-        last = stop
-        if ONE_OWN_BLOCK:
-            last = 1
-        for start in tl.range(begin, last, OWN_KEYS, num_stages=1):
+        # A loop even for one block: in straight-line code ptxas serializes the matrix products of the loop before it.
+        for start in tl.range(begin, stop, OWN_KEYS, num_stages=1):
             at = start + tl.arange(0, OWN_KEYS)
             inside = at < stop
             row, line = own_lines(at, i_context, T, Lk, SHARED)
@@ -154,34 +155,43 @@ def attention_forward_kernel(
 
 
 class _Plan(NamedTuple):
-    """A launch that only lacks its pointers and the scale."""
+    """A launch that only lacks its pointers and the scale. in_reach: whether all operands are (`call.is_in_reach`)."""
 
     kernel: Prepared
     programs: int
     integers: tuple[int, ...]
+    in_reach: bool
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     device: torch.device,
     dtype: torch.dtype,
-    sizes: Sizes,
-    strides: tuple[Strides, ...],
+    shapes: tuple[Shape, Shape | None, Shape],
+    strides: tuple[Stride, Stride | None, Stride | None, Stride, Stride, Stride],
     has_key_mask: bool,
     is_listed: bool,
     tile: Tile | None,
 ) -> _Plan:
+    """shapes: of q, k, ck. strides: of q, k, v, ck, cv, out."""
+    q, k, ck = shapes
+    sizes = Sizes.of(q, k, ck)
+    of = [
+        (q if shape is None or stride is None else shape, strides[0] if stride is None else stride)
+        for shape, stride in zip((q, k, k, ck, ck, q), strides, strict=True)
+    ]
+    rows = [row_strides(*layout) for layout in of]
     own = sizes.Lk > 0
     tile = tile or find_tile("forward", sizes.D, dtype, rows=sizes.rows, keys=sizes.Lc, own=own, listed=is_listed)
     assert tile is not None, "the table has a forward tile for every call"
     assert not (own and tile.rest), "own keys are read in one piece"
     assert tile.keys <= PAD
+    assert not tile.one_block or sizes.Lc <= tile.keys, "the only block holds all keys"
     constants = (
         *(sizes.D, tile.width, tile.rest, tile.rows, tile.keys, tile.own_keys),
-        *(own, has_key_mask, is_listed, sizes.Lc % tile.keys == 0, sizes.Lc <= tile.keys),
-        *(sizes.T == 1 and sizes.Lk <= tile.own_keys, sizes.T > 1, sizes.G > 1),
-        *(strides[0] == strides[5], strides[3] == strides[4]),
-        *(alignment(dtype, *strides), precision(dtype)),
+        *(own, has_key_mask, is_listed, tile.one_block, sizes.T > 1, sizes.G > 1),
+        *(rows[0] == rows[5], rows[3] == rows[4]),
+        *(alignment(dtype, *rows), precision(dtype)),
     )
     kernel = Prepared(
         attention_forward_kernel,
@@ -193,7 +203,8 @@ def _plan(
     )
     programs = sizes.Bc * sizes.Hkv * -(-sizes.rows // tile.rows)
     lengths = (sizes.T, sizes.G, sizes.Hkv, sizes.Lq, sizes.Lk, sizes.Lc)
-    return _Plan(kernel, programs, (*(s for three in strides for s in three), *lengths))
+    integers = (*(s for three in rows for s in three), *lengths)
+    return _Plan(kernel, programs, integers, all(is_in_reach(*layout) for layout in of))
 
 
 def run_forward(
@@ -214,16 +225,37 @@ def run_forward(
     context's index and count, None when all are readable. tile: instead of the table's.
     """
     out = empty_result(q)
-    q, ck, cv = as_operand(q), as_operand(ck), as_operand(cv)
-    k, v = (None, None) if k is None or v is None else (as_operand(k), as_operand(v))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    sizes = Sizes.of(q, k, ck)
-    # A tensor that is not there is never read: any pointer stands for it.
-    k_or, v_or = (q, q) if k is None or v is None else (k, v)
-    strides = tuple(row_strides(x) for x in (q, k_or, v_or, ck, cv, out))
-    plan = _plan(q.device, q.dtype, sizes, strides, key_mask is not None, keys is not None, tile)
+    _launch(out, lse, q, k, v, ck, cv, key_mask, keys, scale, tile)
+    return out, lse
+
+
+def _launch(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    ck: Tensor,
+    cv: Tensor,
+    key_mask: Tensor | None,
+    keys: tuple[Tensor, Tensor] | None,
+    scale: float,
+    tile: Tile | None,
+) -> None:
+    if k is None or v is None:
+        k_shape = k_stride = v_stride = None
+        k = v = q  # a tensor that is not there is never read: any pointer stands for it
+    else:
+        k_shape, k_stride, v_stride = k.shape, k.stride(), v.stride()
+    shapes = (q.shape, k_shape, ck.shape)
+    strides = (q.stride(), k_stride, v_stride, ck.stride(), cv.stride(), out.stride())
+    plan = _plan(q.device, q.dtype, shapes, strides, key_mask is not None, keys is not None, tile)
+    if not plan.in_reach or not are_aligned(q, k, v, ck, cv):
+        k_or, v_or = (None, None) if k is q else (as_operand(k), as_operand(v))
+        _launch(out, lse, as_operand(q), k_or, v_or, as_operand(ck), as_operand(cv), key_mask, keys, scale, tile)
+        return
     index, count = keys or (lse, lse)
     mask = lse if key_mask is None else as_bytes(key_mask)
     with on_device(q.device):
-        plan.kernel(plan.programs, q, k_or, v_or, ck, cv, mask, index, count, out, lse, *plan.integers, scale * LOG2E)
-    return out, lse
+        plan.kernel(plan.programs, q, k, v, ck, cv, mask, index, count, out, lse, *plan.integers, scale * LOG2E)

@@ -113,12 +113,21 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, ck, cv, key_mask, index, count, out, lse = ctx.saved_tensors
-        needs = Needs(*ctx.needs_input_grad[:5])
-        grads = run_backward(grad_out, q, k, v, ck, cv, key_mask, _keys(index, count), out, lse, ctx.scale, needs)
-        return (*grads, None, None, None, None)
+        # The guard against a second differentiation takes the host's time, and matters to create_graph=True only.
+        return _gradients_once(ctx, grad_out) if torch.is_grad_enabled() else _gradients(ctx, grad_out)
+
+
+def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, ck, cv, key_mask, index, count, out, lse = ctx.saved_tensors
+    needs = Needs(*ctx.needs_input_grad[:5])
+    grads = run_backward(grad_out, q, k, v, ck, cv, key_mask, _keys(index, count), out, lse, ctx.scale, needs)
+    return (*grads, None, None, None, None)
+
+
+_gradients_once = once_differentiable(_gradients)
+#: Without the wrapper for functorch's transforms, in which `_is_plain` does not hold.
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
@@ -160,7 +169,7 @@ def attention_kernel(
     inputs = (q, k, v, ck, cv, key_mask, index, count)
     if _is_plain(*inputs):
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:5]):
-            return _Attention.apply(*inputs, scale)  # type: ignore[no-any-return]
+            return _apply(*inputs, scale)  # type: ignore[no-any-return]
         return _forward(q, k, v, ck, cv, key_mask, index, count, scale)[0]
     out: Tensor = torch.ops.soma_kernels.attention_forward.default(*inputs, scale)[0]
     return out

@@ -1,9 +1,10 @@
 """Which sizes and launch options do the attention kernels run with? Only those that a GPU has confirmed.
 
-Triton 3.6 can compile some small matrix products on Hopper wrongly, without an error: three cases were found, all with
-one warpgroup, an operand that does not come through the pipelined loop, and a 16- or 32-wide product. So nothing here
-is searched at run time. `kernels/bench/check_attention_tiles.py` runs every entry of TABLE at a full grid against
-float64, all gradients; a Triton version and GPU generation enter CHECKED when all of it is right there.
+Triton 3.6 can compile some small matrix products on Hopper wrongly, without an error: five cases were found, all with
+one warpgroup, an operand that does not come through the pipelined loop, and a 16- or 32-wide product (so a head split
+into narrow parts, as 48 = 32 + 16, needs the loop). So nothing here is searched at run time.
+`kernels/bench/check_attention_tiles.py` runs every entry of TABLE at a full grid against float64, all gradients; a
+Triton version and GPU generation enter CHECKED when all of it is right there.
 
 To add a configuration: put an entry before the ones it should win over, run the script on the GPU, and keep it if it
 is right.
@@ -35,6 +36,7 @@ class Tile(NamedTuple):
     rows: folded queries. keys: keys of a step. warps, stages: of the program and its software pipeline. width, rest:
     the head is read as this many columns, zeros beyond its size. own_keys: own keys of a step. more_rows: folded
     queries of a second, smaller group that shares each step's keys. max_registers: of a thread, None for no cap.
+    one_block: no call has more keys than one step, so there is no loop over steps.
     """
 
     rows: int
@@ -46,6 +48,7 @@ class Tile(NamedTuple):
     own_keys: int = 64
     more_rows: int = 0
     max_registers: int | None = None
+    one_block: bool = False
 
 
 class Entry(NamedTuple):
@@ -82,28 +85,30 @@ TABLE: tuple[Entry, ...] = (
     # A list takes one stage of the pipeline for itself; without it three stages of keys exceed the shared memory.
     Entry("forward", (129, 256), (97, _ANY), Tile(128, 64, 8, 3, 256), listed=True),
     Entry("forward", (129, 256), (97, _ANY), Tile(128, 64, 8, 2, 256), listed=False),
-    Entry("forward", (129, 256), (1, 96), Tile(64, 64, 4, 2, 256)),
-    Entry("forward", (65, 96), (1, 16), Tile(16, 16, 1, 1, 128), keys=64, own=False),
+    Entry("forward", (129, 256), (1, 96), Tile(64, 64, 4, 3, 256, own_keys=16), listed=True),
+    Entry("forward", (129, 256), (1, 96), Tile(64, 64, 4, 2, 256, own_keys=16), listed=False),
+    Entry("forward", (65, 96), (1, 16), Tile(16, 16, 1, 1, 128, one_block=True), keys=16, own=False),
     Entry("forward", (96, 96), (65, _ANY), Tile(128, 32, 4, 4, 64, 32), own=False),
     Entry("forward", (96, 96), (1, 64), Tile(64, 64, 4, 3, 64, 32), own=False),
-    Entry("forward", (65, 128), (65, _ANY), Tile(128, 64, 4, 3, 128)),
+    Entry("forward", (65, 128), (65, _ANY), Tile(128, 64, 4, 3, 128, own_keys=32)),
     Entry("forward", (65, 128), (1, 64), Tile(64, 64, 4, 3, 128)),
-    Entry("forward", (16, 64), (1, _ANY), Tile(64, 64, 4, 1, 64), keys=64, own=False),
+    Entry("forward", (16, 64), (1, _ANY), Tile(64, 64, 4, 1, 64, one_block=True), keys=64, own=False),
     Entry("forward", (48, 48), (1, _ANY), Tile(64, 32, 4, 4, 32, 16), own=False),
     Entry("forward", (16, 64), (1, _ANY), Tile(64, 32, 4, 3, 64)),
     Entry("rows", (129, 256), (97, _ANY), Tile(128, 32, 8, 2, 256)),
-    Entry("rows", (129, 256), (1, 96), Tile(64, 64, 4, 2, 256)),
-    Entry("rows", (65, 128), (1, _ANY), Tile(64, 64, 4, 2, 128)),
+    Entry("rows", (129, 256), (1, 96), Tile(64, 64, 4, 2, 256, own_keys=16)),
+    Entry("rows", (65, 128), (1, _ANY), Tile(64, 64, 4, 3, 128)),
     Entry("rows", (16, 64), (1, _ANY), Tile(64, 32, 4, 3, 64)),
-    Entry("one_pass", (96, 96), (1, 16), Tile(16, 16, 1, 1, 64, 32, max_registers=128), keys=64),
-    Entry("one_pass", (96, 96), (65, 80), Tile(64, 64, 4, 2, 64, 32, more_rows=16)),
+    Entry("one_pass", (96, 96), (1, 16), Tile(16, 16, 1, 1, 64, 32, max_registers=128, one_block=True), keys=16),
+    Entry("one_pass", (96, 96), (65, 80), Tile(64, 64, 4, 1, 64, 32, more_rows=16)),
     Entry("one_pass", (96, 96), (1, 64), Tile(64, 64, 4, 2, 64, 32)),
     Entry("one_pass", (65, 128), (1, 64), Tile(64, 64, 4, 2, 128)),
-    Entry("one_pass", (48, 48), (1, 64), Tile(64, 64, 4, 1, 32, 16), keys=64),
+    Entry("one_pass", (16, 64), (1, 64), Tile(64, 64, 4, 1, 64, one_block=True), keys=64),
+    Entry("one_pass", (16, 64), (33, 48), Tile(32, 64, 4, 3, 64, more_rows=16)),
     Entry("one_pass", (16, 64), (1, 64), Tile(64, 64, 4, 1, 64, max_registers=168)),
-    Entry("keys", (129, 256), (1, _ANY), Tile(64, 64, 8, 1, 256)),
+    Entry("keys", (129, 256), (1, _ANY), Tile(64, 64, 8, 2, 256)),
     Entry("keys", (65, 128), (1, _ANY), Tile(64, 64, 4, 2, 128)),
-    Entry("keys", (16, 64), (1, _ANY), Tile(64, 64, 4, 2, 64)),
+    Entry("keys", (16, 64), (1, _ANY), Tile(64, 64, 4, 3, 64)),
     # float32: products in full precision, without the matrix units, whose operands fill the registers.
     *(
         Entry(kernel, heads, (1, _ANY), Tile(size, size, 4, 1, heads[1], own_keys=size), wide=True)

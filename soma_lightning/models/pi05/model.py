@@ -177,7 +177,7 @@ def _frozen(module: nn.Module) -> Iterator[nn.Module]:
         yield from _frozen(child)
 
 
-def cast_to_islands(model: PI05Model, dtype: torch.dtype, islands: str) -> None:
+def cast_to_islands(model: nn.Module, dtype: torch.dtype, islands: str) -> None:
     """Casts parameters in place to `dtype`, except the fp32 islands of the family `islands` ("lerobot", "openpi")."""
     if islands not in FP32_ISLANDS:
         raise ValueError(f"islands={islands!r} is unknown; known: {sorted(FP32_ISLANDS)}")
