@@ -27,6 +27,9 @@ from soma_lightning.models.pi05.model import PI05Model
 from soma_lightning.strategy.engine import Engine
 from soma_lightning.strategy.options import StrategyOptions
 
+#: One worker runs the file: starting its processes takes longest.
+pytestmark = pytest.mark.xdist_group("precision_docs")
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "precision.md").read_text()
 FP32, BF16 = torch.float32, torch.bfloat16
 B = 3

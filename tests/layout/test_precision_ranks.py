@@ -24,6 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from soma_lightning.layout.casting import apply_precision, keep_gradient_dtypes
 from soma_lightning.layout.wrap import UnitPlan, WrapOptions, plan_units
 
+#: One worker runs the file: starting its processes takes longest.
+pytestmark = pytest.mark.xdist_group("precision_ranks")
+
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 EXAMPLE = """

@@ -21,6 +21,9 @@ from soma_lightning.layout.shard import ShardedModule, shard_module, sharded_mod
 from soma_lightning.layout.wrap import Unit, UnitPlan
 from tests.ranks import ranks_run
 
+#: One worker runs the file: starting its processes takes longest.
+pytestmark = pytest.mark.xdist_group("shard")
+
 BLOCKS = 4
 BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

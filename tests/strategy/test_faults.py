@@ -14,7 +14,7 @@ import pytest
 from tests.ranks import ROOT, start_ranks
 
 SCRIPT = """
-import os, sys
+import os, time
 import lightning as L
 import torch
 import soma_lightning
@@ -25,6 +25,7 @@ class Data(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         if index == 21 and "{failing}" == os.environ.get("LOCAL_RANK", "0"):
+            print("failing at", time.time(), flush=True)
             raise OSError("cannot read episode 21")
         return torch.ones(4)
 
@@ -51,9 +52,13 @@ def run_script(folder: Path, failing: int) -> tuple[subprocess.CompletedProcess[
     path.write_text(SCRIPT.replace("{failing}", str(failing)))
     environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    begin = time.monotonic()
-    done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=150)
-    return done, time.monotonic() - begin
+    done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=240)
+    return done, seconds_since_failure(done.stdout)
+
+
+def seconds_since_failure(output: str) -> float:
+    """From the failure on: what a loaded machine needs to start is not the point."""
+    return time.time() - float(output.partition("failing at ")[2].split()[0])
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -80,19 +85,19 @@ def wait_for_ever() -> None:
             fabric.all_reduce(torch.ones(()))
         finally:
             time.sleep(600)  # as a rank that is stuck in a kernel, whatever its peers do
+    print("failing at", time.time(), flush=True)
     raise OSError("rank 1 is out of luck")
 
 
 def test_a_rank_that_waits_is_ended_and_says_why(tmp_path: Path) -> None:
-    begin = time.monotonic()
     processes = start_ranks(wait_for_ever, tmp_path, 2, {})
     codes: list[Any] = []
     try:
-        codes = [process.wait(timeout=100) for process in processes]
+        codes = [process.wait(timeout=240) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert time.monotonic() - begin < 60
+    assert seconds_since_failure((tmp_path / "1.log").read_text()) < 60
     assert codes == [1, 1]
     log = (tmp_path / "0.log").read_text()
     assert "rank 0 ends because rank 1 failed:" in log

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from tests.ranks import ranks_run, whole
 
+#: One worker runs the file: starting its processes takes longest.
+pytestmark = pytest.mark.xdist_group("sharded_fabric")
+
 STEPS, BATCH = 10, 8
 
 CASES: dict[str, dict[str, Any]] = {

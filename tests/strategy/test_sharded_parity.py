@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.ranks import ranks_run, whole
 
+#: One worker runs the file: starting its processes takes longest.
+pytestmark = pytest.mark.xdist_group("sharded_parity")
+
 STEPS, BATCH = 10, 4
 
 #: name -> what differs from the plain run

@@ -20,6 +20,9 @@ from soma_lightning.layout.full_state import gather
 from soma_lightning.modules.ema import TrainableEMA
 from tests.ranks import ranks_run, whole
 
+#: One worker runs the file: starting its processes takes longest.
+pytestmark = pytest.mark.xdist_group("sharded_trainer")
+
 STEPS, BATCH = 12, 8
 
 
