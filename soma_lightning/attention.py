@@ -13,12 +13,13 @@ torch.compile imports the function itself: `from soma_lightning.attention import
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Literal, NamedTuple, get_args
 
@@ -93,8 +94,16 @@ def attention_path(device: torch.device | str | None = None) -> str:
         return "reference (torch), forced"
     why_not = _why_no_kernel(device.type, device.index)
     if why_not is None and (device.type == "cuda" or _default == "kernel"):
-        return f"kernel (Triton {version('triton')})"
+        return f"kernel (Triton {_triton_version()})"
     return f"reference (torch), {why_not}" if device.type == "cuda" else "reference (torch)"
+
+
+def _triton_version() -> str:
+    """Without importing it, unless its distribution has another name."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return str(importlib.import_module("triton").__version__)
 
 
 @lru_cache
@@ -107,7 +116,7 @@ def _why_no_kernel(device_type: str, device_index: int | None) -> str | None:
     if device_type not in ("cuda", "cpu"):
         return f"there are no kernels for {device_type}"
     facts = device_facts(device_type if device_index is None else f"{device_type}:{device_index}")
-    return why_unsupported(facts, version("triton") if has_triton() else None)
+    return why_unsupported(facts, _triton_version() if has_triton() else None)
 
 
 def _why_not_kernel(device_type: str, device_index: int | None, dtype: torch.dtype, head_size: int) -> str | None:
@@ -115,6 +124,8 @@ def _why_not_kernel(device_type: str, device_index: int | None, dtype: torch.dty
     why_not = _why_no_kernel(device_type, device_index)
     if why_not is None and dtype not in KERNEL_DTYPES:
         why_not = f"there are no kernels for {dtype}"
+    if why_not is None and dtype == torch.bfloat16 and device_type == "cpu":
+        why_not = "Triton's interpreter computes bfloat16 products wrongly"
     if why_not is None and not MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE:
         why_not = f"its head sizes are {MIN_HEAD_SIZE} to {MAX_HEAD_SIZE}, and this one is {head_size}"
     return why_not
@@ -152,9 +163,7 @@ def key_list(mask: Tensor | None) -> KeyList | None:
     if mask.dtype != torch.bool or mask.dim() != 2:
         raise ValueError(f"mask must be bool [rows, keys], got {mask.dtype} of shape {tuple(mask.shape)}")
     # Neither dtype nor head size is known yet; a call that runs the reference all the same ignores the list.
-    if not mask.numel() or not _use_kernel(
-        _default, mask.device.type, mask.device.index, torch.bfloat16, MAX_HEAD_SIZE
-    ):
+    if not mask.numel() or not _use_kernel(_default, mask.device.type, mask.device.index, torch.float32, MAX_HEAD_SIZE):
         return None
     from soma_kernels.attention.keys import key_list as list_keys  # needs Triton
 
@@ -188,22 +197,22 @@ def attention(
     Raises ValueError when shapes, dtypes or devices do not fit together or a forced kernel cannot run, TypeError for
     DTensors, for a context that is no ContextKV and for a tensor as scale.
     """
-    if isinstance(scale, Tensor):
-        raise TypeError("scale is a tensor, and no gradient flows to the scale; pass a number")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}; no gradient flows to it")
     if context is not None and not isinstance(context, ContextKV):
         raise TypeError(f"context must be ContextKV(k, v, mask), got {type(context).__name__}")
     ck, cv, context_mask, keys = (None, None, None, None) if context is None else context
     if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
         q, k, v, ck, cv = (_autocast(x) for x in (q, k, v, ck, cv))  # type: ignore[assignment]
-    lines = None if keys is None else keys.lines
-    operands = (q, k, v, ck, cv, key_mask, context_mask, lines)
+    lines, readable = (None, None) if keys is None else _parts_of(keys)
+    operands = (q, k, v, ck, cv, key_mask, context_mask, lines, readable)
     facts = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in operands]
     # Most calls repeat one of the same shapes, and checking them again would cost the host more than a launch.
     if not torch.compiler.is_compiling() and all(fact is None or fact[0] in _PLAIN for fact in facts):
         _check(context is not None, *facts)
     else:
         _check.__wrapped__(context is not None, *facts)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # one type for the kernels
     wanted = _default if implementation == "auto" else _check_implementation(implementation)
     if not _use_kernel(wanted, q.device.type, q.device.index, q.dtype, q.shape[-1]):
         return attention_reference(q, k, v, ck, cv, key_mask, context_mask, scale)
@@ -229,16 +238,18 @@ def _check(
     key_mask: Fact | None,
     context_mask: Fact | None,
     lines: Fact | None,
+    readable: Fact | None,
 ) -> None:
     """Raises for arguments that do not fit together; what fits is remembered."""
     assert q is not None
     _check_presence((k, v), (ck, cv) if has_context else None, key_mask)
     named = {"q": q, "k": k, "v": v, "context.k": ck, "context.v": cv}
+    _refuse_dtensors({**named, "key_mask": key_mask, "context.mask": context_mask})
     _check_tensors({name: fact for name, fact in named.items() if fact is not None})
     _check_shapes(q, {"": (k, v), "context.": (ck, cv)})
     _check_mask("key_mask", key_mask, k, q)
     _check_mask("context.mask", context_mask, ck, q)
-    _check_keys(lines, context_mask)
+    _check_keys(lines, readable, context_mask)
 
 
 def _check_presence(
@@ -257,14 +268,18 @@ def _check_presence(
         raise ValueError("key_mask masks the own keys, but k is None; the context's mask goes into ContextKV(mask=...)")
 
 
-def _check_tensors(facts: dict[str, Fact]) -> None:
+def _refuse_dtensors(facts: dict[str, Fact | None]) -> None:
     distributed = sys.modules.get("torch.distributed.tensor")  # no DTensor can exist before this module is loaded
-    _, q_shape, q_dtype, q_device = facts["q"]
-    for name, (kind, shape, dtype, device) in facts.items():
-        if distributed is not None and issubclass(kind, distributed.DTensor):
+    for name, fact in facts.items():
+        if distributed is not None and fact is not None and issubclass(fact[0], distributed.DTensor):
             raise TypeError(
                 f"{name} is a DTensor; attention works on one rank's heads, so pass local tensors: {name}.to_local()"
             )
+
+
+def _check_tensors(facts: dict[str, Fact]) -> None:
+    _, q_shape, q_dtype, q_device = facts["q"]
+    for name, (_, shape, dtype, device) in facts.items():
         if len(shape) != 4:
             raise ValueError(f"{name} must be [rows, heads, length, head size], got shape {tuple(shape)}")
         if dtype != q_dtype:
@@ -315,17 +330,26 @@ def _check_mask(name: str, mask: Fact | None, keys: Fact | None, q: Fact) -> Non
         raise ValueError(f"{name} is on {device}, but q is on {q[3]}")
 
 
-def _check_keys(lines: Fact | None, mask: Fact | None) -> None:
-    if lines is None:
+def _parts_of(keys: KeyList) -> tuple[Tensor, Tensor]:
+    if not isinstance(keys, KeyList):
+        raise TypeError(f"context.keys must come from key_list(context.mask), got {type(keys).__name__}")
+    if not (keys.lines.is_contiguous() and keys.readable.is_contiguous()):
+        raise ValueError("context.keys is a part of a list, or an expanded one; pass key_list(context.mask)")
+    return keys.lines, keys.readable
+
+
+def _check_keys(lines: Fact | None, readable: Fact | None, mask: Fact | None) -> None:
+    if lines is None or readable is None:
         return
     if mask is None:
         raise ValueError("context.keys is a list of a mask, but context.mask is None; pass both, or neither")
-    expected = (mask[1][0], mask[1][1] + PAD)
-    if tuple(lines[1]) != expected or lines[3] != mask[3]:
-        raise ValueError(
-            f"context.keys belongs to another mask: its list has shape {tuple(lines[1])} on {lines[3]}, "
-            f"expected {expected} on {mask[3]}; pass key_list(context.mask)"
-        )
+    rows, length = mask[1]
+    for found, shape in ((lines, (rows, length + PAD)), (readable, (rows,))):
+        if tuple(found[1]) != shape or found[2] != torch.int32 or found[3] != mask[3]:
+            raise ValueError(
+                f"context.keys belongs to another mask: it holds {found[2]} of shape {tuple(found[1])} on {found[3]}, "
+                f"expected torch.int32 of shape {shape} on {mask[3]}; pass key_list(context.mask)"
+            )
 
 
 class _AttentionModule(ModuleType):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import sys
 import warnings
 from collections import Counter
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import soma_lightning
+from soma_kernels.attention.call import PAD
 from soma_kernels.runtime import device_facts
 from soma_kernels.testing import assert_close, nan_filled_empty
 from soma_lightning.attention import (
@@ -443,7 +445,7 @@ def test_arguments_of_another_kind_are_refused() -> None:
     x = make_inputs(True, True, T=1, Hq=2, Hkv=1)
     with pytest.raises(TypeError, match="context must be ContextKV.*got tuple"):
         attention(x["q"], context=(x["ck"], x["cv"]))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="no gradient flows to the scale"):
+    with pytest.raises(TypeError, match="scale must be a number, got Tensor; no gradient flows to it"):
         attention(x["q"], x["k"], x["v"], scale=torch.tensor(0.5, requires_grad=True))  # type: ignore[arg-type]
 
 
@@ -578,8 +580,44 @@ def test_key_lists_of_other_masks_are_refused() -> None:
     wrong = KeyList(torch.zeros(2, LC, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="context.keys is a list of a mask, but context.mask is None"):
         attention(x["q"], context=ContextKV(x["ck"], x["cv"], None, wrong))
-    with pytest.raises(ValueError, match=r"belongs to another mask: its list has shape \(2, 5\) .* pass key_list"):
+    with pytest.raises(
+        ValueError, match=r"belongs to another mask: it holds torch.int32 of shape \(2, 5\) .* pass key_list"
+    ):
         attention(x["q"], context=ContextKV(x["ck"], x["cv"], mask, wrong))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+def test_the_interpreter_refuses_bfloat16() -> None:
+    x = {name: tensor.bfloat16() for name, tensor in make_inputs(True, False, T=1, Hq=2, Hkv=1).items()}
+    with pytest.raises(ValueError, match="Triton's interpreter computes bfloat16 products wrongly"):
+        attention(x["q"], x["k"], x["v"], implementation="kernel")
+
+
+def test_parts_of_key_lists_are_refused() -> None:
+    x = make_inputs(True, True, T=2, Hq=2, Hkv=1)
+    mask = torch.ones(2, LC, dtype=torch.bool)
+    lines, readable = torch.zeros(4, LC + PAD, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    for part in (KeyList(lines[::2], readable[::2]), KeyList(lines[:1].expand(2, -1), readable[:1].expand(2))):
+        with pytest.raises(ValueError, match="context.keys is a part of a list"):
+            attention(x["q"], context=ContextKV(x["ck"], x["cv"], mask, part))
+    for other in (KeyList(lines[:2].long(), readable[:2]), KeyList(lines[:2], readable), KeyList(lines, readable[:2])):
+        with pytest.raises(ValueError, match=r"belongs to another mask: .* pass key_list"):
+            attention(x["q"], context=ContextKV(x["ck"], x["cv"], mask, other))
+    with pytest.raises(TypeError, match="context.keys must come from key_list.context.mask., got tuple"):
+        attention(x["q"], context=ContextKV(x["ck"], x["cv"], mask, (lines[:2], readable[:2])))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("empty", ["own", "context"])
+def test_an_empty_segment_beside_a_masked_one_reads_nothing(empty: str) -> None:
+    q, full, none = (torch.randn(1, 1, n, 16, requires_grad=True) for n in (2, 3, 0))
+    nothing = torch.zeros(1, 3, dtype=torch.bool)
+    if empty == "own":
+        out = attention(q, none, none, context=ContextKV(full, full, nothing))
+    else:
+        out = attention(q, full, full, context=ContextKV(none, none), key_mask=nothing)
+    assert torch.equal(out, torch.zeros_like(out))
+    for grad in torch.autograd.grad(out.sum(), (q, full)):
+        assert torch.equal(grad, torch.zeros_like(grad))
 
 
 def test_distributed_tensors_are_refused() -> None:
@@ -591,5 +629,8 @@ def test_distributed_tensors_are_refused() -> None:
         k = DTensor.from_local(x["k"], init_device_mesh("cpu", (1,)), [Replicate()])
         with pytest.raises(TypeError, match=r"k is a DTensor.*k\.to_local\(\)"):
             attention(x["q"], k, x["v"])
+        mask = DTensor.from_local(torch.ones(x["k"].shape[0], x["k"].shape[2], dtype=torch.bool), k.device_mesh)
+        with pytest.raises(TypeError, match=r"key_mask is a DTensor.*key_mask\.to_local\(\)"):
+            attention(x["q"], x["k"], x["v"], key_mask=mask)
     finally:
         torch.distributed.destroy_process_group()

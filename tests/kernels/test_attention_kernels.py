@@ -296,6 +296,33 @@ def test_odd_strides(place: Place) -> None:
         assert_close(f"d{name}", got, true)
 
 
+def test_one_tensor_in_several_places(place: Place) -> None:
+    """Queries that are also keys, where operands are copied (an expanded gradient) and where they are not."""
+    x = draw(Shape(Lq=6, Lk=6, Lc=20), place)
+    for columns_apart in (False, True):
+        q = x["q"]
+        assert q is not None
+        q = q.transpose(2, 3).contiguous().transpose(2, 3) if columns_apart else q
+        ours, truth = leaves({**x, "q": q}, NAMES), leaves({**x, "q": q}, NAMES, torch.float64)
+        with nan_filled_empty():
+            out = attention_kernel(ours["q"], ours["q"], ours["v"], ours["ck"], ours["cv"], None, None, 0.3)  # type: ignore[arg-type]
+            grads = torch.autograd.grad(out.sum(), [ours[name] for name in ("q", "v", "ck", "cv")])
+        expected = attention_reference(truth["q"], truth["q"], truth["v"], truth["ck"], truth["cv"], None, None, 0.3)  # type: ignore[arg-type]
+        assert_close("out", out, expected.detach())
+        true_grads = torch.autograd.grad(expected.sum(), [truth[name] for name in ("q", "v", "ck", "cv")])
+        for name, got, true in zip(("q", "v", "ck", "cv"), grads, true_grads, strict=True):
+            assert_close(f"d{name}", got, true, slack=GRADIENT_SLACK)
+
+
+def test_a_row_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from soma_kernels.attention import call
+
+    monkeypatch.setattr(call, "REACH", 100)
+    q = torch.randn(1, 1, 3, 16)
+    with pytest.raises(ValueError, match="one row of a tensor of shape .* has 128 elements, and the kernels reach 100"):
+        run_forward(q, None, None, torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16), None, None, 0.25)
+
+
 def test_many_tiles_of_own_keys(place: Place) -> None:
     """Beyond MAX_PARTS tiles the own keys take a pass of their own."""
     tile = find_tile("rows", 16, place.dtype, rows=1, keys=1, own=True)

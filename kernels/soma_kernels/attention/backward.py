@@ -29,7 +29,7 @@ from soma_kernels.attention.call import (
     Strides,
     alignment,
     are_aligned,
-    as_operand,
+    as_operands,
     empty_result,
     is_in_reach,
     precision,
@@ -318,11 +318,7 @@ def _run(
 ) -> None:
     """Writes the gradients that are not None."""
     dq, dk, dv, dck, dcv = gradients
-    if k is None or v is None:
-        k_shape = k_stride = v_stride = None
-        k = v = q
-    else:
-        k_shape, k_stride, v_stride = k.shape, k.stride(), v.stride()
+    k_shape, k_stride, v_stride = (None, None, None) if k is None or v is None else (k.shape, k.stride(), v.stride())
     own, context = dv if dk is None else dk, dcv if dck is None else dck
     shapes = (q.shape, k_shape, ck.shape)
     strides = (q.stride(), k_stride, v_stride, ck.stride(), cv.stride(), out.stride(), do.stride())
@@ -332,10 +328,11 @@ def _run(
     if plan.copies or plan.out_copies or not are_aligned(q, k, v, ck, cv, out, do):
         if plan.out_copies and dq is not None:
             out = torch.empty_like(dq).copy_(out)
-        k_or, v_or = (None, None) if k is q else (as_operand(k), as_operand(v))
-        do, q, ck, cv, out = (as_operand(x) for x in (do, q, ck, cv, out))
-        _run(gradients, do, q, k_or, v_or, ck, cv, key_mask, keys, out, lse, scale, needs, tiles)
+        q, k, v, ck, cv, do, out = as_operands(q, k, v, ck, cv, do, out)
+        _run(gradients, do, q, k, v, ck, cv, key_mask, keys, out, lse, scale, needs, tiles)
         return
+    if k is None or v is None:
+        k = v = q  # a tensor that is not there is never read: any pointer stands for it
     index, count = keys or (lse, lse)
     exponent = scale * LOG2E
     # A pointer that is not used stands for a tensor that is not there.

@@ -186,6 +186,7 @@ def attention_sum_parts_kernel(
         at_part = tl.multiple_of(at_part, ALIGN)
     sum_k = tl.zeros([LINES, WIDTH], tl.float32)
     sum_v = tl.zeros([LINES, WIDTH], tl.float32)
+    part = part.to(tl.int64)  # PARTS of them are more elements than 32 bits count
     for s in tl.static_range(PARTS):
         present = inside & (s < parts)
         if NEED_K:

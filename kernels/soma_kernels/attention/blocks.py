@@ -2,7 +2,7 @@
 
 A program works on folded rows: the T query rows that read one context row, times the G query heads that read one
 key/value head, times Lq positions, numbered (t * G + g) * Lq + i. Offsets count elements; those of batch rows are
-int64, and those inside one batch row int32 (`call.as_operand` sees to it).
+int64, and those inside one batch row int32 (`call.as_operands` sees to it).
 """
 
 from __future__ import annotations

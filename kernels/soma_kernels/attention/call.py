@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ LOG2E = 1.4426950408889634
 #: Copies of a readable key behind the readable ones of a `KeyList`: a block of at most so many keys never loads a
 #: masked one, which may hold NaN.
 PAD = 128
+
+#: Offsets inside one batch row are 32-bit numbers.
+REACH = 2**31
 
 #: A tensor's own shape and strides, and the strides of its rows, heads and lines that kernels get.
 Shape = tuple[int, ...]
@@ -75,18 +78,30 @@ def empty_result(x: Tensor) -> Tensor:
 def is_in_reach(shape: Shape, stride: Stride) -> bool:
     """Whether kernels can read such a tensor: columns side by side, offsets inside one row below 2**31."""
     _, head, line, column = stride
-    return column == 1 and (shape[1] - 1) * head + (shape[2] - 1) * line + shape[3] < 2**31
+    return column == 1 and (shape[1] - 1) * head + (shape[2] - 1) * line + shape[3] < REACH
 
 
-def are_aligned(*tensors: Tensor) -> bool:
+def are_aligned(*tensors: Tensor | None) -> bool:
     """Whether all start at a multiple of 16 bytes, as kernels are told they do."""
-    return not any(x.data_ptr() % 16 for x in tensors)
+    return not any(x is not None and x.data_ptr() % 16 for x in tensors)
 
 
-def as_operand(x: Tensor) -> Tensor:
-    """`x` [rows, heads, lines, D] as kernels read it, in reach and aligned; a copy if it is not."""
+def as_operands(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors [rows, heads, lines, D] as kernels read them, in reach and aligned; copies of those that are not.
+
+    None stays None. ValueError for one that is out of reach as a copy too.
+    """
+    return tuple(None if x is None else _as_operand(x) for x in tensors)
+
+
+def _as_operand(x: Tensor) -> Tensor:
     if is_in_reach(x.shape, x.stride()) and x.data_ptr() % 16 == 0:
         return x
+    if x.shape[1:].numel() >= REACH:
+        raise ValueError(
+            f"one row of a tensor of shape {tuple(x.shape)} has {x.shape[1:].numel():,} elements, and the kernels "
+            f"reach {REACH:,}; pass implementation='reference', or fewer heads at a time"
+        )
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -34,7 +34,7 @@ from soma_kernels.attention.call import (
     Stride,
     alignment,
     are_aligned,
-    as_operand,
+    as_operands,
     empty_result,
     is_in_reach,
     precision,
@@ -243,18 +243,16 @@ def _launch(
     scale: float,
     tile: Tile | None,
 ) -> None:
-    if k is None or v is None:
-        k_shape = k_stride = v_stride = None
-        k = v = q  # a tensor that is not there is never read: any pointer stands for it
-    else:
-        k_shape, k_stride, v_stride = k.shape, k.stride(), v.stride()
+    k_shape, k_stride, v_stride = (None, None, None) if k is None or v is None else (k.shape, k.stride(), v.stride())
     shapes = (q.shape, k_shape, ck.shape)
     strides = (q.stride(), k_stride, v_stride, ck.stride(), cv.stride(), out.stride())
     plan = _plan(q.device, q.dtype, shapes, strides, key_mask is not None, keys is not None, tile)
     if not plan.in_reach or not are_aligned(q, k, v, ck, cv):
-        k_or, v_or = (None, None) if k is q else (as_operand(k), as_operand(v))
-        _launch(out, lse, as_operand(q), k_or, v_or, as_operand(ck), as_operand(cv), key_mask, keys, scale, tile)
+        q, k, v, ck, cv = as_operands(q, k, v, ck, cv)
+        _launch(out, lse, q, k, v, ck, cv, key_mask, keys, scale, tile)
         return
+    if k is None or v is None:
+        k = v = q  # a tensor that is not there is never read: any pointer stands for it
     index, count = keys or (lse, lse)
     mask = lse if key_mask is None else as_bytes(key_mask)
     with on_device(q.device):

@@ -126,7 +126,7 @@ def _forward(q_BTHRD: Tensor, segments: list[_Segment], rows: _Rows, with_lse: b
         lse = torch.full_like(q_BTHRD[..., :1], torch.finfo(q_BTHRD.dtype).min)
         return torch.zeros_like(q_BTHRD), lse
     top = torch.maximum(*tops) if len(tops) == 2 else tops[0]
-    can_be_empty = all(segment.mask is not None for segment in segments)
+    can_be_empty = all(segment.mask is not None or not segment.k.shape[-2] for segment in segments)
     if can_be_empty:  # an empty row has top = -inf; a finite one makes its exponentials exp(-inf) = 0, not exp(NaN)
         top = top.clamp_min_(torch.finfo(top.dtype).min)
     probs = [s.sub_(top).exp_() for s in scores]

@@ -129,14 +129,14 @@ def find_tile(
 
 
 def why_unsupported(facts: DeviceFacts, triton_version: str | None) -> str | None:
-    """Why the kernels must not run on this device, as a phrase; None when they may. The interpreter runs everything.
+    """Why the kernels must not run on this device, as a phrase; None when they may. On a CPU the interpreter runs them.
 
     triton_version: None when Triton is not installed.
     """
     if triton_version is None:
         return "Triton is not installed"
     if facts.interpreter:
-        return None
+        return None if facts.device == "cpu" else "TRITON_INTERPRET=1 interprets kernels on the CPU"
     if not facts.triton:
         return f"Triton does not compile for {facts.device}"
     short = ".".join(triton_version.split(".")[:2])
