@@ -151,8 +151,8 @@ def test_without_the_hook_an_import_registers_and_a_class_path_needs_none(tmp_pa
         assert all(word in errors.getvalue() for word in words), errors.getvalue()
 
     import soma_lightning  # after lightning
-    assert type(cli("--config=by_name.yaml").trainer.strategy) is soma_lightning.SomaSpeedStrategy
-    assert type(trainer(strategy="somaspeed").strategy) is soma_lightning.SomaSpeedStrategy
+    assert isinstance(cli("--config=by_name.yaml").trainer.strategy, soma_lightning.SomaSpeedStrategy)
+    assert isinstance(trainer(strategy="somaspeed").strategy, soma_lightning.SomaSpeedStrategy)
     print("done")
     """
     )
@@ -166,7 +166,7 @@ def test_our_own_switch_turns_off_the_hook_but_not_an_import(tmp_path: Path) -> 
     assert not any(name.startswith("soma_lightning") for name in sys.modules)
     assert not any(type(finder).__name__ == "_RegistryFinder" for finder in sys.meta_path)
     import soma_lightning  # before lightning
-    assert type(trainer(strategy="somaspeed").strategy) is soma_lightning.SomaSpeedStrategy
+    assert isinstance(trainer(strategy="somaspeed").strategy, soma_lightning.SomaSpeedStrategy)
     print("done")
     """
     assert "done" in python(tmp_path, code, entry_point=HOOK, SOMA_LIGHTNING_AUTOLOAD="0")

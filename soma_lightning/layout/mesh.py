@@ -1,13 +1,20 @@
 """How many ranks each parallel dimension gets: the `Layout` a user writes, and the mesh it means for a world size.
 
-Mesh dimensions, outermost first: pp (pipeline), dp_replicate, dp_shard, tp (tensor). Pure arithmetic, no torch.
+Mesh dimensions, outermost first: pp (pipeline), dp_replicate, dp_shard, tp (tensor). Layouts are pure arithmetic; torch
+is imported when a mesh is built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: Names of the mesh dimensions, outermost first; tensor-parallel ranks are neighbours.
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 
 #: Layouts that have a name; `auto` and `fsdp` shard over all ranks, `hsdp` shards inside a node and replicates across.
 NAMED_LAYOUTS = ("auto", "fsdp", "hsdp", "replicate")
@@ -55,7 +62,7 @@ class Layout:
     def mesh_shape(self) -> dict[str, int]:
         """Mesh dimension -> ranks, outermost first, for a resolved layout."""
         assert isinstance(self.shard, int), "resolve() first"
-        return {"pp": self.pipeline, "dp_replicate": self.replicate, "dp_shard": self.shard, "tp": self.tensor}
+        return dict(zip(MESH_DIMS, (self.pipeline, self.replicate, self.shard, self.tensor), strict=True))
 
 
 def resolve_layout(layout: Layout | Mapping[str, Any] | str, *, world_size: int, num_nodes: int = 1) -> Layout:
@@ -91,3 +98,55 @@ def _named(name: str, world_size: int, num_nodes: int) -> Layout:
             )
         return Layout(replicate=replicas)
     return Layout()
+
+
+@dataclass(frozen=True)
+class WorldMesh:
+    """The ranks of a run as a 4-D mesh with the names of `MESH_DIMS`, size-1 dimensions included.
+
+    data: the submesh that parameters are divided over: ("dp_replicate", "dp_shard") with replicas, else ("dp_shard",).
+    It is one object, because DTensors compare their meshes.
+    """
+
+    device_mesh: DeviceMesh
+    data: DeviceMesh
+    layout: Layout
+
+    @classmethod
+    def build(cls, layout: Layout, device_type: str) -> WorldMesh:
+        """Makes the process groups of a resolved layout, or finds them; all ranks call it, once the world's exists."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        world, known = _BUILT.get((layout, device_type), (None, None))
+        if known is not None and world is dist.group.WORLD:
+            return known
+        shape = layout.mesh_shape()
+        mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=MESH_DIMS)
+        data = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
+        built = cls(mesh, data, layout)
+        _BUILT[layout, device_type] = (dist.group.WORLD, built)
+        return built
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Mesh dimension -> this rank's place on it."""
+        coordinate = self.device_mesh.get_coordinate()
+        assert coordinate is not None, "a rank outside the mesh"
+        return dict(zip(MESH_DIMS, coordinate, strict=True))
+
+    @property
+    def dp_size(self) -> int:
+        """How many parts the data is divided into."""
+        shape = self.layout.mesh_shape()
+        return shape["dp_replicate"] * shape["dp_shard"]
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of the data this rank reads; the same for ranks that differ in tp or pp only."""
+        place = self.coordinate
+        return place["dp_replicate"] * self.layout.mesh_shape()["dp_shard"] + place["dp_shard"]
+
+
+#: Meshes of this process, with the group of the world that they were made in.
+_BUILT: dict[tuple[Layout, str], tuple[Any, WorldMesh]] = {}

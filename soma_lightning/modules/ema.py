@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from soma_lightning.layout.full_state import shard_like
+
 
 class TrainableEMA(Callback):
     """Keeps `shadow = decay * shadow + (1 - decay) * parameter` in fp32 for parameters that require grad.
@@ -31,7 +33,8 @@ class TrainableEMA(Callback):
             changed = sorted(set(self.shadow) ^ set(live))[:5]
             raise RuntimeError(f"the checkpoint's average covers other parameters than this run trains, e.g. {changed}")
         for name, parameter in live.items():
-            kept = self.shadow.get(name, parameter.detach())
+            kept = self.shadow.get(name, parameter.detach())  # whole, from a file, or a shard
+            kept = shard_like(kept, parameter)
             self.shadow[name] = kept.to(parameter.device, torch.float32, copy=True)
         self._last_step = trainer.global_step
 

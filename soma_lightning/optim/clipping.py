@@ -23,7 +23,8 @@ class ClipRule:
 
     max_norm: the global norm is scaled down to this. max_value: every element is clamped to [-max_value, max_value].
     normalizer: gradients are divided by it first (number or 0-d tensor); a step whose normalizer is not positive and
-    finite (no valid sample) is skipped. norm_type: 2.0 or inf.
+    finite (no valid sample) is skipped. norm_type: 2.0 or inf. loss_scale: what the loss was multiplied by against
+    underflow (number or 0-d tensor): gradients are divided by it too, in the same pass.
     Raises ValueError for a limit that is not positive, or when both limits are set.
     """
 
@@ -31,14 +32,21 @@ class ClipRule:
     max_value: float | None = None
     normalizer: float | Tensor | None = None
     norm_type: float = 2.0
+    loss_scale: float | Tensor | None = None
+
+    @property
+    def divides(self) -> bool:
+        """Whether gradients are divided by anything before they are clipped."""
+        return self.normalizer is not None or self.loss_scale is not None
 
     def __post_init__(self) -> None:
         check_norm_type(self.norm_type)
         for name, limit in (("max_norm", self.max_norm), ("max_value", self.max_value)):
             if limit is not None and (isinstance(limit, bool | str) or not limit > 0):
                 raise ValueError(f"{name}={limit!r} must be positive; leave it out for no clipping")
-        if self.normalizer is not None and not isinstance(self.normalizer, int | float | Tensor):
-            raise ValueError(f"normalizer={self.normalizer!r} must be a number or a 0-d tensor")
+        for name, divisor in (("normalizer", self.normalizer), ("loss_scale", self.loss_scale)):
+            if divisor is not None and not isinstance(divisor, int | float | Tensor):
+                raise ValueError(f"{name}={divisor!r} must be a number or a 0-d tensor")
         if self.max_norm is not None and self.max_value is not None:
             raise ValueError(
                 f"max_norm={self.max_norm} and max_value={self.max_value} are both set for one step; "
@@ -60,6 +68,7 @@ class ClipRule:
             max_value=_smaller(self.max_value, other.max_value),
             normalizer=other.normalizer if other.normalizer is not None else self.normalizer,
             norm_type=other.norm_type,
+            loss_scale=other.loss_scale if other.loss_scale is not None else self.loss_scale,
         )
 
 

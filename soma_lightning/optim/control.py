@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from soma_kernels.optim.reference import GradStats
 from soma_lightning.optim.clipping import ClipRule
 from soma_lightning.optim.ownership import Ownership
+from soma_lightning.optim.shards import version_of, versions_of
 from soma_lightning.optim.state import StateFormat, ready_state
 
 if TYPE_CHECKING:
@@ -21,14 +22,11 @@ if TYPE_CHECKING:
     from soma_lightning.optim.triton_step import TritonStep
 
 
-version_of = operator.attrgetter("_version")
-
-
 class GradientMark(NamedTuple):
     """Some gradients and how often each had been written: has anybody replaced or changed them since?
 
     A tensor's version counts in-place writes. Weak references keep no gradient alive, and tell an old tensor from a new
-    one in its place.
+    one in its place. A DTensor is marked itself: the object of its part may be another one at every look.
     """
 
     grads: list[weakref.ref[Tensor]]
@@ -36,12 +34,12 @@ class GradientMark(NamedTuple):
 
     @classmethod
     def of(cls, grads: Sequence[Tensor]) -> GradientMark:
-        return cls(list(map(weakref.ref, grads)), list(map(version_of, grads)))
+        return cls(list(map(weakref.ref, grads)), versions_of(grads))
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
         """True if `grads` are these tensors, unwritten."""
         same = len(grads) == len(self.grads) and all(map(operator.is_, grads, map(operator.call, self.grads)))
-        return same and list(map(version_of, grads)) == self.versions
+        return same and versions_of(grads) == self.versions
 
     def shares_one_with(self, grads: Sequence[Tensor]) -> bool:
         """True if at least one of `grads` is among these tensors."""
@@ -78,6 +76,8 @@ class Control:
     ownership: Ownership | None = None
     rule: ClipRule | None = None
     bound: GradientMark | None = None
+    #: Samples behind the gradients that wait for the next step, as counted by this rank.
+    counted: Tensor | float | None = None
     path: ReferenceStep | TritonStep | None = None
     state_was_seen: bool = False
     last_grad_norm: Tensor = field(default_factory=lambda: torch.tensor(float("nan"), device="cpu"))
@@ -85,6 +85,8 @@ class Control:
     known: KnownStats | None = None
     last_stats: GradStats | None = None
     last_params: Sequence[Tensor] = ()
+    #: Of the latest step or `grad_norm()`, over all ranks.
+    last_vector: Tensor | None = None
     #: Parameter -> its version when its master was last written: in-place changes by anybody else show up in it.
     versions_of_masters: dict[Tensor, int] = field(default_factory=dict)
 
@@ -94,12 +96,36 @@ class Control:
 
     def forget(self) -> None:
         """Drops what was derived from parameters, gradients and state that may no longer be what they were."""
-        self.path, self.known, self.last_stats, self.last_params = None, None, None, ()
+        self.path, self.known, self.last_stats, self.last_params, self.last_vector = None, None, None, (), None
         self.versions_of_masters.clear()
+
+    def pending_rule(self, grads: Callable[[], Sequence[Tensor]]) -> ClipRule | None:
+        """The rule of the next step if the gradients stay as they are. grads: looks at them; asked only if needed."""
+        if self.rule is None or self.bound is None:
+            return self.rule
+        present = grads()
+        # Some of the same, or none as before: a rank without gradients must keep what the others keep.
+        return self.rule if self.bound.shares_one_with(present) or self.bound.holds(present) else None
+
+    def take_rule(self, grads: Callable[[], Sequence[Tensor]]) -> ClipRule | None:
+        """The rule of this step, which uses it up; RuntimeError if it is bound to gradients that changed since."""
+        rule, self.rule = self.rule, None
+        bound, self.bound = self.bound, None
+        if rule is None or bound is None:
+            return rule
+        present = grads()
+        if bound.holds(present):
+            return rule
+        if bound.shares_one_with(present):
+            raise RuntimeError(
+                "gradients were changed between clipping and step(); clipping happens inside the step here, so it "
+                "would act on the changed ones: clip last, or keep torch's step with fused_optimizer=False"
+            )
+        return None
 
     def ready_state(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """`state` of `param` as the next step needs it; the master of a parameter that somebody changed is checked."""
-        current = self.versions_of_masters.get(param) == param._version
+        current = self.versions_of_masters.get(param) == version_of(param)
         return ready_state(param, state, self.form, master_is_current=current)
 
     def counters_on(self, device: torch.device) -> Tensor:

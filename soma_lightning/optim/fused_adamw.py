@@ -7,6 +7,7 @@ its bits. State and `state_dict()` are torch.optim.AdamW's, so checkpoints move 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -23,13 +24,13 @@ from soma_lightning.optim.groups import (
     clip_groups,
     grouping,
     is_capturing,
-    refuse_divided,
     refuse_settings,
     unsupported_in_group,
 )
-from soma_lightning.optim.ownership import Ownership
+from soma_lightning.optim.ownership import Ownership, global_vector
 from soma_lightning.optim.reference_step import ReferenceStep, ReferenceWork
-from soma_lightning.optim.state import StateFormat, restore_precision
+from soma_lightning.optim.shards import refuse_divided
+from soma_lightning.optim.state import StateFormat, restore_precision, supported_state
 from soma_lightning.optim.step_plan import grad_of
 from soma_lightning.optim.triton_step import TritonStep, TritonWork, why_no_kernels
 
@@ -106,11 +107,19 @@ class FusedAdamW(AdamW):
 
     @property
     def ownership(self) -> Ownership | None:
-        """Who counts which gradient when parameters are divided among processes; None: this one counts all."""
+        """Who counts which gradient when parameters are divided among ranks; None: this process counts all.
+
+        With it every rank must call `step()` and `grad_norm()` equally often, also without any gradient, with the same
+        limits and as many groups that have their own. ValueError for a parameter that no rank can own.
+        """
         return self._control.ownership
 
     @ownership.setter
     def ownership(self, ownership: Ownership | None) -> None:
+        if ownership is not None:
+            ownership.refuse_unowned(self.param_groups)
+            if self._control.rule is not None:
+                ownership.refuse_normalizer(self._control.rule.normalizer)
         self._control.ownership = ownership
         self._control.forget()
 
@@ -132,10 +141,7 @@ class FusedAdamW(AdamW):
     @property
     def pending_clip(self) -> ClipRule | None:
         """What the next `step()` applies if the gradients stay as they are, or None."""
-        bound = self._control.bound
-        if bound is not None and not bound.shares_one_with(self._present_grads()):
-            return None
-        return self._control.rule
+        return self._control.pending_rule(self._present_grads)
 
     def clip(
         self,
@@ -144,18 +150,37 @@ class FusedAdamW(AdamW):
         normalizer: float | Tensor | None = None,
         *,
         norm_type: float | None = None,
+        loss_scale: float | Tensor | None = None,
     ) -> None:
         """Sets what the next `step()` applies to its gradients; replaces an earlier call, reads no gradient.
 
         max_norm: limit of the global norm over all groups without a limit of their own. max_value: limit of every
-        element. normalizer: gradients are divided by it before either. norm_type: 2.0 or inf; None means
-        `self.norm_type`.
-        Without arguments the pending rule is dropped. Raises ValueError when both limits are set or one is not
-        positive.
+        element. normalizer: gradients are divided by it before either; over several ranks each gives its own count and
+        the sum of all divides. norm_type: 2.0 or inf; None means `self.norm_type`. loss_scale: of scaled losses (fp16),
+        equal on all ranks; gradients are divided by it too.
+        Without arguments the pending rule is dropped. Raises ValueError when both limits are set, when one is not
+        positive, and for a normalizer where ranks average their gradients.
         """
-        rule = ClipRule(max_norm, max_value, normalizer, self.norm_type if norm_type is None else norm_type)
-        self._control.rule = None if max_norm is None and max_value is None and normalizer is None else rule
+        rule = ClipRule(max_norm, max_value, normalizer, self.norm_type if norm_type is None else norm_type, loss_scale)
+        if self.ownership is not None:
+            self.ownership.refuse_normalizer(normalizer)
+        self._control.rule = rule if rule.divides or max_norm is not None or max_value is not None else None
         self._control.bound = None
+
+    def count(self, samples: float | Tensor) -> None:
+        """Adds to how many samples stand behind the gradients; the next `step()` divides them by the sum of all ranks.
+
+        samples: number or 0-d tensor, this rank's share of one backward pass of a loss sum. `zero_grad()` forgets it.
+        Raises ValueError where ranks average their gradients.
+        """
+        if self.ownership is not None:
+            self.ownership.refuse_normalizer(samples)
+        before = self._control.counted
+        self._control.counted = samples if before is None else before + samples
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._control.counted = None
 
     def clip_present(self, rule: ClipRule) -> None:
         """Like `clip`, for the gradients that exist now, as torch.nn.utils.clip_grad_norm_ would clip them.
@@ -163,35 +188,35 @@ class FusedAdamW(AdamW):
         The rule is dropped with them: a step whose gradients are all new ones is not clipped. RuntimeError in the step
         when the gradients were written to in between: they would have been clipped before that, not after it.
         """
+        if self.ownership is not None:
+            self.ownership.refuse_normalizer(rule.normalizer)
         self._control.rule, self._control.bound = rule, GradientMark.of(self._present_grads())
 
     def _present_grads(self) -> list[Tensor]:
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         return [grad for grad in map(grad_of, params) if grad is not None]
 
-    def _take_rule(self) -> ClipRule | None:
-        """What this step applies; it is used up."""
-        control = self._control
-        rule, control.rule = control.rule, None
-        bound, control.bound = control.bound, None
-        if rule is None or bound is None:
+    def _take_rule(self) -> ClipRule:
+        """What this step applies, with this rank's share of the normalizer; a pending rule is used up."""
+        rule = self._control.take_rule(self._present_grads) or ClipRule(norm_type=self.norm_type)
+        counted, self._control.counted = self._control.counted, None
+        if counted is not None:
+            if rule.normalizer is not None:
+                raise ValueError(
+                    f"this step has a normalizer from clip(), {rule.normalizer!r}, and samples from count(); use one"
+                )
+            rule = dataclasses.replace(rule, normalizer=counted)
+        if self.ownership is None:
             return rule
-        grads = self._present_grads()
-        if bound.holds(grads):
-            return rule
-        if bound.shares_one_with(grads):
-            raise RuntimeError(
-                "gradients were changed between clipping and step(); clipping happens inside the step here, so it "
-                "would act on the changed ones: clip last, or keep torch's step with fused_optimizer=False"
-            )
-        return None
+        return dataclasses.replace(rule, normalizer=self.ownership.share_of(rule.normalizer))
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float | None = None) -> Tensor:
         """0-d: global norm of the gradients as they are now; the next `step()` reuses the pass if they do not change.
 
         Changes in place are noticed, but not those through `.data`, by a replayed CUDA graph or by code outside torch:
-        do not call it before such a change. Returns 0 when there is no gradient.
+        do not call it before such a change. Returns 0 when there is no gradient. Over several ranks it is one more
+        collective: what a rank finds again of its own pass must not decide whether it comes to the next one.
         """
         rule = ClipRule(norm_type=self.norm_type if norm_type is None else norm_type)
         work = self._collect(rule)
@@ -200,15 +225,17 @@ class FusedAdamW(AdamW):
         stats = self._statistics(work, rule.norm_type)
         if not is_capturing(work.grads):
             self._control.known = KnownStats(GradientMark.of(work.grads), stats, grouping(self.param_groups))
-        return decide(self._over_all_processes(stats, None)).norm
+        self._control.last_vector = vector = global_vector(stats.vector, rule, self.ownership)
+        return decide(stats._replace(vector=vector)).norm
 
     def first_nonfinite_parameter(self) -> Tensor | None:
         """The first parameter (group order) whose gradient was non-finite in the last step or `grad_norm()`, if any.
 
+        Over several ranks: of this one's gradients; `explain_nonfinite` also asks the others.
         Synchronizes with the device: call it to explain a skipped step, not on every one.
         """
         control = self._control
-        if control.last_stats is None or control.path is None:
+        if control.last_stats is None or control.path is None or not control.last_params:
             return None
         first = control.path.first_nonfinite(control.last_stats)
         return None if first is None else control.last_params[first]
@@ -225,12 +252,13 @@ class FusedAdamW(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rule = self._take_rule() or ClipRule(norm_type=self.norm_type)
+        rule = self._take_rule()
         work = self._collect(rule)
         if work is not None:
             stats = self._statistics(work, rule.norm_type)
             self._control.known = None
-            work.update(self, self._over_all_processes(stats, rule.normalizer), rule)
+            self._control.last_vector = vector = global_vector(stats.vector, rule, self.ownership)
+            work.update(self, stats._replace(vector=vector), rule)
         return loss
 
     def _choose_path(self) -> ReferenceStep | TritonStep:
@@ -248,16 +276,17 @@ class FusedAdamW(AdamW):
         return ReferenceStep(reason)
 
     def _collect(self, rule: ClipRule) -> ReferenceWork | TritonWork | None:
-        """The gradients of this step, None if there is none."""
-        if not any(p.grad is not None for group in self.param_groups for p in group["params"]):
-            return None
-        refuse_settings(self.param_groups)
+        """The gradients of this step; None if there is none and no other rank waits for this one."""
         control = self._control
-        if control.path is None or isinstance(control.path, ReferenceStep):
-            if control.ownership is None:
-                refuse_divided(self.param_groups)
-            control.path = self._choose_path()
-        return control.path.collect(self, rule)
+        work: ReferenceWork | TritonWork | None = None
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            refuse_settings(self.param_groups)
+            if control.path is None or isinstance(control.path, ReferenceStep):
+                if control.ownership is None:
+                    refuse_divided(self.param_groups)
+                control.path = self._choose_path()
+            work = control.path.collect(self, rule)
+        return ReferenceWork([], [], []) if work is None and control.ownership is not None else work
 
     def _statistics(self, work: ReferenceWork | TritonWork, norm_type: float) -> GradStats:
         """This process's statistics, from the last `grad_norm()` if nothing changed since."""
@@ -270,19 +299,6 @@ class FusedAdamW(AdamW):
         control.last_stats = work.statistics(self, norm_type)
         control.last_params = work.params
         return control.last_stats
-
-    def _over_all_processes(self, stats: GradStats, normalizer: float | Tensor | None) -> GradStats:
-        """The statistics with the normalizer in them, over all processes."""
-        vector, ownership = stats.vector, self.ownership
-        if normalizer is not None:
-            vector = vector.clone()
-            if isinstance(normalizer, Tensor) and normalizer.device.type != "cpu":
-                vector[1].copy_(normalizer)
-            else:
-                vector[1].fill_(float(normalizer))
-        if ownership is not None:
-            vector = ownership.reduce(vector, stats.norm_type)
-        return stats._replace(vector=vector)
 
     # ------------------------------------------------------------------ state
 
@@ -310,6 +326,18 @@ class FusedAdamW(AdamW):
         """The state for the step itself, which replaces nothing behind its own back."""
         return self.__dict__["state"]
 
+    @torch.no_grad()
+    def init_state(self) -> None:
+        """Gives every trainable parameter the state of an optimizer that has not stepped, where it has none.
+
+        torch.distributed.checkpoint makes missing state by a step with zero gradients, which counts as one: call this
+        before it.
+        """
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if param.requires_grad and not self._states.get(param):
+                self._control.ready_state(param, self._states[param])
+        self._control.state_was_seen = True
+
     def recheck_masters(self) -> None:
         """Call after changing bf16 or fp16 parameters through `.data`: the next step starts from their new values.
 
@@ -326,6 +354,8 @@ class FusedAdamW(AdamW):
                 raise ValueError(f"FusedAdamW does not support {reason}; use torch.optim.AdamW for it")
             refuse_settings(self.param_groups)
             clip_groups(self.param_groups)
+            if self.ownership is not None:
+                self.ownership.refuse_unowned(self.param_groups)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -341,7 +371,7 @@ class FusedAdamW(AdamW):
         # Hooks may hand torch another state and read the loaded one: ours stand next to torch's own work.
         loaded: list[dict[str, Any]] = []
         own_limits = [group.get(GROUP_LIMIT) for group in self.param_groups]
-        before = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(_supported(final)))
+        before = self.register_load_state_dict_pre_hook(lambda _, final: loaded.append(supported_state(final)))
         after = self.register_load_state_dict_post_hook(lambda _: self._restore(loaded[0]), prepend=True)
         try:
             super().load_state_dict(state_dict)
@@ -369,23 +399,6 @@ class FusedAdamW(AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.setdefault("_control", Control())
-
-
-def _supported(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict`; ValueError if it was written with a setting that is not supported, or by another optimizer."""
-    if "param_groups" not in state_dict:
-        raise ValueError("FusedAdamW cannot load this state: it has no 'param_groups', so it is no optimizer's")
-    for group in state_dict["param_groups"]:
-        missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
-        if missing:
-            raise ValueError(
-                f"FusedAdamW cannot continue a state whose groups have no {', '.join(missing)}; "
-                "it was saved by another kind of optimizer"
-            )
-        reason = unsupported_in_group({**group, "params": []})
-        if reason:
-            raise ValueError(f"FusedAdamW cannot continue a state that was saved with {reason}")
-    return state_dict
 
 
 class FP32MasterAdamW(FusedAdamW):

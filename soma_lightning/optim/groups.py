@@ -58,7 +58,7 @@ def refuse_several_devices(params: Sequence[Tensor]) -> None:
 
 def is_capturing(tensors: Sequence[Tensor]) -> bool:
     """Whether work on these tensors' device is recorded into a CUDA graph now."""
-    return tensors[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return bool(tensors) and tensors[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_sparse(grad: Tensor) -> None:
@@ -70,32 +70,16 @@ def refuse_sparse(grad: Tensor) -> None:
         )
 
 
-def refuse_divided(param_groups: Sequence[dict[str, Any]]) -> None:
-    """ValueError for a DTensor of several processes: without an owner for each shard their norm would be wrong."""
+def label(param: Tensor, param_groups: Sequence[dict[str, Any]]) -> str:
+    """For errors: "parameter 3 ('head.weight', shape (4, 2))", its number in `state_dict()` and its name if known."""
+    first = 0
     for group in param_groups:
-        for param in group["params"]:
-            if hasattr(type(param), "device_mesh") and param.device_mesh.size() > 1:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is divided among {param.device_mesh.size()} processes; "
-                    "set FusedAdamW.ownership, which says who counts which shard in the norm"
-                )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a DTensor; a plain tensor as it is."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
-def local_grad(param: Tensor, grad: Tensor) -> Tensor:
-    """This process's shard of a gradient; ValueError if it is divided unlike its parameter."""
-    placements, own = getattr(grad, "placements", None), getattr(param, "placements", None)
-    if placements != own:
-        raise ValueError(
-            f"a gradient of shape {tuple(grad.shape)} is placed as {placements}, its parameter as {own}; "
-            "redistribute the gradient before the step"
-        )
-    return local(grad)
+        for i, candidate in enumerate(group["params"]):
+            if candidate is param:
+                name = f"{group['param_names'][i]!r}, " if "param_names" in group else ""
+                return f"parameter {first + i} ({name}shape {tuple(param.shape)})"
+        first += len(group["params"])
+    return f"a parameter of shape {tuple(param.shape)}"
 
 
 def clip_groups(param_groups: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from soma_kernels.optim.reference import Decision, GradStats, adamw_step_, decide, grad_stats
+from soma_kernels.optim.reference import VECTOR_SUMS, Decision, GradStats, adamw_step_, decide, grad_stats
 from soma_lightning.optim.clipping import ClipRule
-from soma_lightning.optim.groups import GroupWork, clip_groups, clip_limits, local, local_grad, present_work
+from soma_lightning.optim.groups import GroupWork, clip_groups, clip_limits, present_work
+from soma_lightning.optim.shards import local, local_grad, version_of
 from soma_lightning.optim.state import MASTER_KEY
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReferenceWork:
-    """The gradients of one step, by group, and all of them with their parameters."""
+    """The gradients of one step, by group, and all of them with their parameters; with ownership there may be none."""
 
     groups: list[GroupWork]
     params: list[Tensor]
@@ -30,14 +31,16 @@ class ReferenceWork:
         ids, limits = clip_groups(optimizer.param_groups)
         clips = [ids[w.position] for w in self.groups for _ in w.params]
         ownership = optimizer.ownership
+        if ownership is not None and not self.grads:
+            return _empty_stats(1 + len(limits), ownership.device, norm_type)
         counted = None if ownership is None else ownership.counted(self.params)
-        grads = list(map(local_grad, self.params, self.grads))
+        grads = [local_grad(p, g, optimizer.param_groups) for p, g in zip(self.params, self.grads, strict=True)]
         return grad_stats(grads, norm_type=norm_type, clips=clips, num_clips=1 + len(limits), counted=counted)
 
     def update(self, optimizer: FusedAdamW, stats: GradStats, rule: ClipRule) -> None:
         """Applies `rule` and AdamW, or counts a skipped step."""
         limits = clip_limits(optimizer.param_groups, rule)
-        normalize = rule.normalizer is not None
+        normalize = rule.divides
         decision = decide(stats, max_norm=limits, normalize=normalize)
         self._record(optimizer, decision)
         scaled = normalize or any(limit is not None for limit in limits)
@@ -71,7 +74,7 @@ class ReferenceWork:
                 scale = None if scale.item() == 1.0 else scale.item()
             adamw_step_(
                 [local(p) for p in params],
-                list(map(local_grad, params, grads)),
+                [local_grad(p, g, optimizer.param_groups) for p, g in zip(params, grads, strict=True)],
                 [local(s["exp_avg"]) for s in states],
                 [local(s["exp_avg_sq"]) for s in states],
                 [s["step"] for s in states],
@@ -85,9 +88,17 @@ class ReferenceWork:
                 max_value=max_value,
                 take=take,
             )
+            # A write to its part does not count on a DTensor, and an older graph that saved it must be refused.
+            torch.autograd.graph.increment_version([p for p in params if local(p) is not p])
             optimizer._control.versions_of_masters |= {
-                p: p._version for p, s in zip(params, states, strict=True) if MASTER_KEY in s
+                p: version_of(p) for p, s in zip(params, states, strict=True) if MASTER_KEY in s
             }
+
+
+def _empty_stats(num_clips: int, device: torch.device, norm_type: float) -> GradStats:
+    """The statistics of no gradient at all, which other ranks wait for."""
+    vector = torch.zeros(VECTOR_SUMS + num_clips, dtype=torch.float32, device=device)
+    return GradStats(vector.new_empty(0), vector, norm_type)
 
 
 class ReferenceStep:

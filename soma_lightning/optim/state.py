@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soma_lightning.optim.groups import unsupported_in_group
+
 #: State key of the fp32 copy of a bf16 or fp16 parameter.
 MASTER_KEY = "soma_master"
 
@@ -85,3 +87,20 @@ def restore_precision(param: Tensor, state: dict[str, Any], saved: dict[str, Any
     # A master of lower precision was rounded by another optimizer on its way: it says nothing new.
     if form.needs_master(param) and MASTER_KEY in saved and saved[MASTER_KEY].dtype == torch.float32:
         state[MASTER_KEY] = saved[MASTER_KEY].detach().to(param.device, torch.float32, copy=True)
+
+
+def supported_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict`; ValueError if it was written with a setting that is not supported, or by another optimizer."""
+    if "param_groups" not in state_dict:
+        raise ValueError("FusedAdamW cannot load this state: it has no 'param_groups', so it is no optimizer's")
+    for group in state_dict["param_groups"]:
+        missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
+        if missing:
+            raise ValueError(
+                f"FusedAdamW cannot continue a state whose groups have no {', '.join(missing)}; "
+                "it was saved by another kind of optimizer"
+            )
+        reason = unsupported_in_group({**group, "params": []})
+        if reason:
+            raise ValueError(f"FusedAdamW cannot continue a state that was saved with {reason}")
+    return state_dict

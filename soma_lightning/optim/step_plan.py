@@ -18,16 +18,8 @@ import torch
 from torch import Tensor
 
 from soma_kernels.optim.plan import EMPTY_GRADIENT, StateTable, StepTable, Variant, WorkList
-from soma_lightning.optim.control import version_of
-from soma_lightning.optim.groups import (
-    clip_groups,
-    grouping,
-    local,
-    local_grad,
-    refuse_divided,
-    refuse_several_devices,
-    refuse_sparse,
-)
+from soma_lightning.optim.groups import clip_groups, grouping, refuse_several_devices, refuse_sparse
+from soma_lightning.optim.shards import local, local_grad, refuse_divided, version_reader
 from soma_lightning.optim.state import MASTER_KEY
 
 if TYPE_CHECKING:
@@ -73,7 +65,8 @@ class StepPlan:
         #: Parameters cut from one buffer share a version counter.
         self._own_versions = len({p.untyped_storage().data_ptr() for p in self._locals}) == len(self._locals)
         self._mastered = [p for p, master in zip(self.params, masters, strict=True) if master is not None]
-        self._versions = list(map(version_of, self._mastered))
+        self._version_of = version_reader(self._mastered)
+        self._versions = list(map(self._version_of, self._mastered))
         self._grouping = grouping(optimizer.param_groups)
         self.work = self._work_list(optimizer)
         self.table = StepTable(self.work)
@@ -153,7 +146,7 @@ class StepPlan:
         if control.state_was_seen and not self._state_is_in_place(optimizer):
             return False
         control.state_was_seen = False
-        if self._mastered and list(map(version_of, self._mastered)) != self._versions:
+        if self._mastered and list(map(self._version_of, self._mastered)) != self._versions:
             return False
         now = [local(p) for p in self.params] if self._distributed else self._locals
         # A part of a parameter, or another dtype in memory that was free again, can start where the parameter did.
@@ -179,16 +172,20 @@ class StepPlan:
 
     # ------------------------------------------------------------------ every step
 
-    def read(self, grads: Sequence[Tensor | None]) -> tuple[Sequence[Tensor], np.ndarray, list[Tensor]]:
+    def read(
+        self, grads: Sequence[Tensor | None], param_groups: Sequence[dict[str, Any]]
+    ) -> tuple[Sequence[Tensor], np.ndarray, list[Tensor]]:
         """Those of the members' gradients that are there, the addresses of all ([n] int64), and the copies that stand
         for some of them.
 
         A gradient whose memory is laid out unlike its parameter's is copied into the parameter's layout.
-        Raises ValueError for a sparse gradient.
+        Raises ValueError for a sparse gradient, and for one that is divided unlike its parameter.
         """
+        found = dense = [g for g in grads if g is not None]
         if self._distributed:
-            grads = [None if g is None else local_grad(p, g) for p, g in zip(self.params, grads, strict=True)]
-        dense = [g for g in grads if g is not None]
+            pairs = zip(self.params, grads, strict=True)
+            grads = [None if g is None else local_grad(p, g, param_groups) for p, g in pairs]
+            dense = [g for g in grads if g is not None]
         if len(dense) == len(grads) and not self._strides and _all_contiguous(dense):
             addresses = _addresses_of(dense)
             copies: list[Tensor] = []
@@ -198,7 +195,7 @@ class StepPlan:
             addresses = np.array([0 if g is None else g.data_ptr() for g in kept], dtype=np.int64)
         for i in self._empty:
             addresses[i] = 0 if grads[i] is None else EMPTY_GRADIENT
-        return dense, addresses, copies
+        return found, addresses, copies
 
     def _in_layout(self, i: int, grad: Tensor) -> Tensor:
         refuse_sparse(grad)
@@ -228,7 +225,7 @@ class StepPlan:
         torch.autograd.graph.increment_version(written)
         # A stand-in's copy counts by itself; everything else that was written moved by one.
         by_one = self._own_versions and not absent and not self.staged
-        self._versions = [v + 1 for v in self._versions] if by_one else list(map(version_of, self._mastered))
+        self._versions = [v + 1 for v in self._versions] if by_one else list(map(self._version_of, self._mastered))
 
     def versions_of_masters(self) -> dict[Tensor, int]:
         """Parameter -> its version when its master was last written."""

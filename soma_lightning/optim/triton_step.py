@@ -78,7 +78,7 @@ class TritonWork:
             plan.table,
             stats,
             control.counters_on(plan.work.device),
-            normalize=rule.normalizer is not None,
+            normalize=rule.divides,
             max_value=rule.max_value,
         )
         plan.stage_out(self.absent)
@@ -121,7 +121,7 @@ class TritonStep:
             self.plans_made += 1
             optimizer._control.known = None  # its partial sums are in the old plan's order
         present = grads if plan.complete else [grads[i] for i in plan.members]
-        present_grads, addresses, copies = plan.read(present)
+        present_grads, addresses, copies = plan.read(present, optimizer.param_groups)
         plan.table.write(addresses, _hypers(optimizer.param_groups), limits)
         complete = len(present_grads) == len(present)
         absent = () if complete else {i for i, g in enumerate(present) if g is None}

@@ -1,6 +1,7 @@
 """What the Trainer's and Fabric's strategy do alike: set up the module, take over optimizers, guard every step.
 
-Sharding belongs in `setup_module`, which runs before optimizers exist (Trainer) or are taken over (Fabric).
+Modules are sharded in `setup_module`, before optimizers exist (Trainer) or are taken over (Fabric). One process has no
+process group and nothing is sharded.
 """
 
 from __future__ import annotations
@@ -8,19 +9,29 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from soma_lightning.layout.mesh import Layout, resolve_layout
+from soma_lightning.layout.casting import apply_precision, keep_gradient_dtypes
+from soma_lightning.layout.full_state import accept_full_state
+from soma_lightning.layout.mesh import Layout, WorldMesh, resolve_layout
+from soma_lightning.layout.shard import ShardedModule, entry_points, shard_module, sharded_module
+from soma_lightning.layout.wrap import plan_units
 from soma_lightning.optim.adoption import adopt, why_not_adopted
 from soma_lightning.optim.clipping import ClipRule
 from soma_lightning.optim.fused_adamw import FusedAdamW
+from soma_lightning.optim.nonfinite import explain_nonfinite
+from soma_lightning.optim.ownership import Ownership
 from soma_lightning.optim.state import LOW_PRECISION
+from soma_lightning.strategy import processes
+from soma_lightning.strategy.effective_batch import any_rank_counts, count_of
+from soma_lightning.strategy.faults import FailureWatch
 from soma_lightning.strategy.options import StrategyOptions
+from soma_lightning.strategy.relink import ParameterNames
 
 
 @dataclass(frozen=True)
@@ -32,9 +43,13 @@ class OptimizerPath:
 
 
 class _SkipWatch:
-    """Reads a device counter some steps late instead of waiting for the device."""
+    """Reads a device counter late instead of waiting for the device.
 
-    def __init__(self) -> None:
+    waits: exactly one step late, so that all ranks read the same and stop at the same step; else when it has arrived.
+    """
+
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
         self._host: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._latest = 0
@@ -45,9 +60,10 @@ class _SkipWatch:
         if self._host is None or self._copied is None:
             self._host = torch.zeros((), dtype=torch.int64, pin_memory=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        elif not self._copied.query():  # type: ignore[no-untyped-call]
+        elif not self._waits and not self._copied.query():  # type: ignore[no-untyped-call]
             return self._latest
         else:
+            self._copied.synchronize()  # type: ignore[no-untyped-call]
             self._latest = int(self._host)
         self._host.copy_(counter, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(counter.device))
@@ -57,45 +73,147 @@ class _SkipWatch:
 class Engine:
     """The strategy without Lightning around it."""
 
+    # Of the process: a module that one Trainer sharded may be given to another one, and so may its optimizer.
+    _names = ParameterNames()
+    _relinked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    _with_precision: weakref.WeakSet[Module] = weakref.WeakSet()
+
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
         self.layout: Layout | None = None
+        self.world_size = 1
+        self.mesh: WorldMesh | None = None
+        self._failures: FailureWatch | None = None
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
         self._paths: weakref.WeakKeyDictionary[Optimizer, OptimizerPath] = weakref.WeakKeyDictionary()
         self._watches: weakref.WeakKeyDictionary[Optimizer, _SkipWatch] = weakref.WeakKeyDictionary()
+        #: Whether the step divides by counts of samples; None before the first backward pass tells.
+        self._counts: bool | None = None
 
     # ------------------------------------------------------------------ set-up
 
     def setup_world(self, *, devices: int, num_nodes: int, processes: int) -> None:
         """Fixes the layout for `devices` times `num_nodes` in a world that a launcher started with `processes`.
 
-        ValueError if the layout does not fit, or for more than one process.
+        ValueError if the layout does not fit, or if a launcher started another number of processes.
         """
-        if devices * num_nodes > 1:
+        asked = devices * num_nodes
+        if processes != asked:
             raise ValueError(
-                f"strategy 'somaspeed' runs one process in this version, but {devices * num_nodes} were asked for "
-                f"(num_nodes={num_nodes}); use devices=1, num_nodes=1"
+                f"{asked} processes were asked for (devices={devices} x num_nodes={num_nodes}), but this is one of "
+                f"{processes} that a launcher (torchrun, srun, mpirun) started; make both the same"
             )
-        if processes > 1:
-            raise ValueError(
-                f"strategy 'somaspeed' runs one process in this version, but this is one of {processes} that a "
-                "launcher (torchrun, srun, mpirun) started; start a single one"
-            )
-        self.layout = resolve_layout(self.options.layout, world_size=1, num_nodes=num_nodes)
+        layout = resolve_layout(self.options.layout, world_size=asked, num_nodes=num_nodes)
+        for name in ("tensor", "pipeline"):
+            if getattr(layout, name) > 1:
+                raise ValueError(
+                    f"Layout({name}={getattr(layout, name)}) is not available in this version; leave {name}=1 and use "
+                    "replicate and shard"
+                )
+        self.layout, self.world_size = layout, asked
 
-    def setup_module(self, module: Module) -> Module:
-        """Prepares a module that is on its device, before any optimizer is taken over. May be called again."""
+    def join_processes(self, *, rank: int, address: str, port: int, device: torch.device) -> None:
+        """Makes the process group and the mesh; nothing for one process. May be called again."""
+        if self.world_size == 1 or self.mesh is not None:
+            return
+        assert self.layout is not None
+        processes.join_processes(
+            rank=rank,
+            world_size=self.world_size,
+            address=address,
+            port=port,
+            device=device,
+            seconds=self.options.timeout,
+        )
+        self.mesh = WorldMesh.build(self.layout, device.type)
+        self._failures = FailureWatch.of_this_process(rank, self.world_size)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tells the other ranks that this one fails, so that none waits for it."""
+        if self._failures is not None:
+            self._failures.report(error)
+
+    def is_sharded(self, module: Module) -> bool:
+        return sharded_module(module) is not None
+
+    def sharded(self, module: Module) -> ShardedModule | None:
+        """How `module` was sharded, None with one process."""
+        return sharded_module(module)
+
+    def setup_module(
+        self, module: Module, *, device: torch.device, precision: str, thawed_by: str | None = None
+    ) -> Module:
+        """Prepares a module before any optimizer is taken over. May be called again.
+
+        precision: Lightning's flag. With several processes the module's parameters are divided in place.
+        thawed_by: who will let frozen parameters train later; they are sharded then. ValueError if the settings forbid
+        it.
+        """
         self._modules.add(module)
+        self._counts = None
+        before = sharded_module(module)
+        if before is not None:
+            self._refuse_other_layout(module, before)
+            return module
+        if self.mesh is None:
+            self._apply_precision(module, precision)
+            return module
+        if precision == "16-mixed":
+            raise ValueError(
+                "precision='16-mixed' works on one process only in this version, because each rank would scale its "
+                "loss by itself; use 'bf16-mixed', or devices=1"
+            )
+        self._names.remember(module)
+        options = self.options
+        if thawed_by is not None:
+            if options.frozen == "replicate":
+                raise ValueError(
+                    f"frozen='replicate', but {thawed_by} trains frozen parameters later, and compares whole ones with "
+                    "shards; use frozen='auto' or 'shard'"
+                )
+            options = replace(options, frozen="shard")
+        plan = plan_units(module, options, precision=precision)
+        methods = self.options.forward_methods or ()
+        shard_module(module, plan, self.mesh, device=device, forward_methods=methods)
+        self._names.follow(module)
         return module
+
+    def _apply_precision(self, module: Module, precision: str) -> None:
+        """One process: settings of units, if there are any, are checked and mean the same dtypes as with sharding."""
+        if module in self._with_precision or not self.options.plans_units:
+            return
+        self._with_precision.add(module)
+        plan = plan_units(module, self.options, precision=precision)
+        apply_precision(module, plan, sharded=False, forward_methods=entry_points(module, self.options.forward_methods))
+        keep_gradient_dtypes(module, plan, sharded=False, replicated=True)
+
+    def _refuse_other_layout(self, module: Module, before: ShardedModule) -> None:
+        if before.mesh.layout != self.layout:
+            raise ValueError(
+                f"{type(module).__name__} was sharded as {before.mesh.layout} by an earlier run of this process and "
+                f"cannot become {self.layout}; use the same layout, or load its checkpoint into a new object"
+            )
+
+    def _sharded_modules(self) -> list[ShardedModule]:
+        return [sharded for module in self._modules if (sharded := sharded_module(module)) is not None]
 
     def setup_optimizer(self, optimizer: Optimizer) -> OptimizerPath:
         """Gives a plain AdamW the fused step, in place; other optimizers stay as they are.
 
-        Raises ValueError if the settings ask for something that this optimizer cannot do.
+        With several processes an optimizer that holds parameters from before sharding gets today's.
+        Raises ValueError if the settings ask for something that this optimizer cannot do, or if it holds parameters
+        of no module that was set up.
         """
+        if self.mesh is not None:
+            self._names.relink(optimizer)
+            if optimizer not in self._relinked:
+                accept_full_state(optimizer)
+                self._relinked.add(optimizer)
         path = self._fuse(optimizer)
         if not path.fused:
             self.options.refuse_without_fused_step(path.description)
+        elif self.mesh is not None and isinstance(optimizer, FusedAdamW):
+            optimizer.ownership = Ownership.from_mesh(self.mesh.device_mesh, sums=self._counts is True)
         self._paths[optimizer] = path
         return path
 
@@ -160,16 +278,13 @@ class Engine:
         if self.options.nonfinite == "raise":
             skips = int(optimizer.consecutive_skips)
         else:
-            skips = self._watches.setdefault(optimizer, _SkipWatch()).read(optimizer.consecutive_skips)
+            watch = self._watches.setdefault(optimizer, _SkipWatch(waits=self.mesh is not None))
+            skips = watch.read(optimizer.consecutive_skips)
         if skips >= limit:
             self._stop(optimizer, skips, where)
 
     def _stop(self, optimizer: FusedAdamW, skips: int, where: str) -> None:
-        bad = optimizer.first_nonfinite_parameter()
-        # Without a bad gradient it is their sum, or the normalizer.
-        cause = "the norm is not finite or the normalizer not positive"
-        if bad is not None:
-            cause = f"the gradient of {self.name_of(bad)!r} holds a NaN or an infinity"
+        cause = explain_nonfinite(optimizer, lambda p: repr(self.name_of(p)), ask_all_ranks=self.mesh is not None)
         if self.options.nonfinite == "raise":
             raise RuntimeError(
                 f"non-finite gradients at {where}: {cause} (nonfinite='raise'); the step changed nothing"
@@ -186,7 +301,50 @@ class Engine:
             for name, candidate in module.named_parameters():
                 if candidate is param:
                     return name
-        return f"a parameter of shape {tuple(param.shape)}"
+        return self._names.name_of(param) or f"a parameter of shape {tuple(param.shape)}"
+
+    def before_backward(self, *, loss_divisor: int = 1) -> None:
+        """Call before every backward pass. loss_divisor: what the loss of a window of micro-batches is divided by."""
+        self._count_samples(loss_divisor)
+        for sharded in self._sharded_modules():
+            sharded.before_backward()
+
+    def _count_samples(self, loss_divisor: int) -> None:
+        """Hands the module's count of samples to the optimizers; ranks agree once whether there are counts at all."""
+        count = count_of(self._modules)
+        if self._counts is None:
+            self._counts = count is not None
+            if self.mesh is not None:
+                self._counts = any_rank_counts(self._counts, torch.device(self.mesh.device_mesh.device_type))
+                self._sum_gradients(self._counts)
+        if count is None:
+            return
+        if not self._counts:
+            raise ValueError(
+                "soma_normalizer was not set in the first training step of this run, so gradients are averages; set it "
+                "from the first step on, to 0 where a rank has no valid sample"
+            )
+        for optimizer, path in self._paths.items():
+            if not isinstance(optimizer, FusedAdamW):
+                raise ValueError(f"soma_normalizer needs the fused optimizer step, which is off: {path.description}")
+            optimizer.count(count / loss_divisor)
+
+    def _sum_gradients(self, sums: bool) -> None:
+        for sharded in self._sharded_modules():
+            sharded.set_sums(sums)
+        for optimizer in self._paths:
+            if isinstance(optimizer, FusedAdamW) and optimizer.ownership is not None:
+                optimizer.ownership = replace(optimizer.ownership, sums=sums)
+
+    def after_backward(self) -> None:
+        """Call after every backward pass."""
+        for sharded in self._sharded_modules():
+            sharded.after_backward()
+
+    def after_evaluation(self) -> None:
+        """Call when an evaluation loop is over: hooks that follow must see shards, not gathered parameters."""
+        for sharded in self._sharded_modules():
+            sharded.reshard()
 
     @contextlib.contextmanager
     def gradient_sync(self, module: Module, *, enabled: bool) -> Iterator[None]:
@@ -194,7 +352,15 @@ class Engine:
 
         With one process there is nothing to reduce.
         """
-        yield
+        sharded = sharded_module(module)
+        if sharded is None:
+            yield
+            return
+        sharded.set_gradient_sync(enabled)
+        try:
+            yield
+        finally:
+            sharded.set_gradient_sync(True)
 
 
 def _described(optimizer: FusedAdamW) -> str:

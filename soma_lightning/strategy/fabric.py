@@ -7,24 +7,27 @@ import weakref
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
 from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from soma_lightning.compat import count_as_single_device
+from soma_lightning.layout.full_state import gather
 from soma_lightning.layout.mesh import Layout
 from soma_lightning.optim.fused_adamw import FusedAdamW
+from soma_lightning.strategy import processes
+from soma_lightning.strategy.checkpoint import refuse_directory
 from soma_lightning.strategy.engine import Engine
 from soma_lightning.strategy.options import StrategyOptions
+from soma_lightning.strategy.ranks import Ranks
 from soma_lightning.strategy.report import build_report
 
 T = TypeVar("T")
 
 
-class FabricSomaSpeedStrategy(ParallelStrategy):
+class FabricSomaSpeedStrategy(Ranks, ParallelStrategy):
     """SomaSpeedStrategy for Fabric: same arguments, same meaning, except that
 
     - `norm_type` is an argument of `fabric.clip_gradients` and must stay 2.0 here;
@@ -35,6 +38,8 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
     next `optimizer.step()`.
     Raises ValueError for a value that is unknown or not available, naming what is.
     """
+
+    _in_fabric = True
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
         pipeline: dict[str, Any] | None = None,
         forward_methods: list[str] | None = None,
         cpu_offload: bool = False,
+        timeout: float = 1800.0,
     ) -> None:
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not used by Fabric; pass it to fabric.clip_gradients")
@@ -94,6 +100,7 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
             pipeline=pipeline,
             forward_methods=forward_methods,
             cpu_offload=cpu_offload,
+            timeout=timeout,
         )
         self.engine = Engine(options)
         self._num_nodes = 1
@@ -104,39 +111,19 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ world
 
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        # One device is this process's, whatever local rank a launcher around it left in the environment.
-        return self.parallel_devices[0 if len(self.parallel_devices) == 1 else self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    def _configure_launcher(self) -> None:
-        """Last call of Fabric's connector, when devices and nodes are known. One process needs no launcher."""
-        assert self.parallel_devices is not None
-        self.engine.setup_world(devices=len(self.parallel_devices), num_nodes=self.num_nodes, processes=self.world_size)
+    def _set_world_ranks(self) -> None:
+        self._number_ranks()
 
     def module_to_device(self, module: Module) -> None:
         module.to(self.root_device)
 
-    # One process: every collective is the identity.
-
     def all_reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        return tensor
-
-    def barrier(self, name: str | None = None) -> None:
-        return None
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj
+        return processes.reduce(tensor, group, reduce_op) if self.is_distributed else tensor
 
     # ------------------------------------------------------------------ set-up
 
     def setup_module(self, module: Module) -> Module:
-        module = self.engine.setup_module(module)
+        module = self.engine.setup_module(module, device=self.root_device, precision=str(self.precision.precision))
         self._last_module = weakref.ref(module)
         return module
 
@@ -161,7 +148,17 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
     ) -> dict[str, Any]:
         if weights_only is None:
             weights_only = self.engine.options.checkpoint_weights_only
+        refuse_directory(path)
         return super().load_checkpoint(path, state, strict, weights_only)
+
+    def save_checkpoint(
+        self, path: str | Path, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Every rank calls it; rank 0 gets the whole tensors, one at a time, and writes the file."""
+        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        if self.is_distributed:
+            converted = gather(converted, keep=self.is_global_zero)
+        super().save_checkpoint(path, converted, storage_options)
 
     def _report(self, module: Module, optimizers: list[Optimizer]) -> None:
         report = self.engine.options.report
@@ -175,12 +172,18 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
             precision=str(self.precision.precision),
             layout=self.engine.layout.mesh_shape(),
             device=self.root_device,
+            sharded=self.engine.sharded(module),
         )
         rank_zero_info(facts.summary())
         if isinstance(report, str):
             facts.write(report)
 
     # ------------------------------------------------------------------ training
+
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        self.engine.before_backward()
+        super().backward(tensor, module, *args, **kwargs)
+        self.engine.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
         result = super().optimizer_step(optimizer, **kwargs)
@@ -201,7 +204,8 @@ class FabricSomaSpeedStrategy(ParallelStrategy):
         error_if_nonfinite: RuntimeError for a non-finite norm, before anything changes (reads the norm on the host).
         """
         if not isinstance(optimizer, FusedAdamW):
-            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.precision.unscale_gradients(optimizer)
         norm = optimizer.grad_norm(norm_type)
         if error_if_nonfinite and not norm.isfinite():
@@ -230,6 +234,3 @@ class _BackwardSync:
 
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         return self._engine.gradient_sync(module, enabled=not enabled)
-
-
-count_as_single_device(FabricSomaSpeedStrategy, fabric=True)

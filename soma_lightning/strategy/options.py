@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from soma_lightning.layout.mesh import Layout
+from soma_lightning.layout.wrap import check_settings
 from soma_lightning.optim.clipping import check_norm_type
 
-#: Settings whose feature needs several processes or comes with it: only their defaults are accepted.
-_ONE_PROCESS_ONLY_DEFAULT = (
-    "wrap_policy",
-    "mixed_precision",
-    "wrappers",
-    "mixed_precision_policies",
-    "mixed_precision_rules",
-    "frozen",
-    "reshard_after_forward",
-    "keep_low_precision_grads",
+#: Settings whose feature comes later: only their defaults are accepted.
+_ONLY_DEFAULT = (
     "compile",
     "activation_checkpointing",
     "async_save",
     "tensor_parallel",
     "pipeline",
-    "forward_methods",
     "cpu_offload",
 )
 
@@ -34,6 +27,8 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "checkpoint_weights_only": (None, True, False),
     "log_grad_norm": (True, False),
     "save_format": ("auto", "file"),
+    "frozen": ("auto", "replicate", "shard"),
+    "reshard_after_forward": (None, True, False),
 }
 
 
@@ -69,16 +64,14 @@ class StrategyOptions:
     pipeline: dict[str, Any] | None = None
     forward_methods: list[str] | None = None
     cpu_offload: bool = False
+    timeout: float = 1800.0
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
-        for name in _ONE_PROCESS_ONLY_DEFAULT:
+        for name in _ONLY_DEFAULT:
             value = getattr(self, name)
             if value != defaults[name]:
-                raise ValueError(
-                    f"{name}={value!r} is not available in this version, which runs one process; "
-                    f"leave it at {defaults[name]!r}"
-                )
+                raise ValueError(f"{name}={value!r} is not available in this version; leave it at {defaults[name]!r}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
@@ -90,8 +83,27 @@ class StrategyOptions:
         if not isinstance(self.report, bool) and not str(self.report).endswith(".json"):
             raise ValueError(f"report={self.report!r} must be True, False or the path of a .json file")
         check_norm_type(self.norm_type)
+        check_settings(self)
+        if (
+            isinstance(self.timeout, bool)
+            or not isinstance(self.timeout, int | float)
+            or not 0 < self.timeout < math.inf
+        ):
+            raise ValueError(f"timeout={self.timeout!r} must be a positive number of seconds")
+        if self.forward_methods is not None and (
+            isinstance(self.forward_methods, str) or not all(isinstance(name, str) for name in self.forward_methods)
+        ):
+            raise ValueError(
+                f"forward_methods={self.forward_methods!r} must be a list of names, for example ['sample_actions']"
+            )
         if self.fused_optimizer is False:
             self.refuse_without_fused_step("fused_optimizer=False")
+
+    @property
+    def plans_units(self) -> bool:
+        """Whether a setting is about units or their dtypes, so that one process has to look at it too."""
+        wraps = self.wrap_policy or self.wrappers or self.mixed_precision_policies
+        return bool(wraps or self.mixed_precision or self.mixed_precision_rules or self.keep_low_precision_grads)
 
     def refuse_without_fused_step(self, reason: str) -> None:
         """ValueError if a setting needs the fused optimizer step; `reason` says why that is off."""

@@ -17,6 +17,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from soma_lightning.attention import attention_path
+from soma_lightning.layout.shard import ShardedModule
+from soma_lightning.optim.shards import local
+from soma_lightning.optim.state import LOW_PRECISION
 
 #: Names printed from a longer list; the JSON file has all of them.
 _NAMES_SHOWN = 3
@@ -68,6 +71,8 @@ class RunReport:
     """The facts of one run; `summary()` is printed, `write()` saves everything as JSON.
 
     trainable, frozen: by `requires_grad`. unoptimized: trainable names that no optimizer holds.
+    sharding: with several processes, `ShardedModule.facts()` and `bytes of a rank`: what it holds between steps;
+    gathered units and activations come on top.
     model, data: what `report_facts()` of the module and the data module return.
     """
 
@@ -81,6 +86,7 @@ class RunReport:
     layout: dict[str, int]
     device: str
     versions: dict[str, str]
+    sharding: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -93,12 +99,30 @@ class RunReport:
             f"precision:  {self.precision}",
             f"attention:  {self.attention}",
             f"layout:     {' x '.join(f'{dim} {size}' for dim, size in self.layout.items())} on {self.device}",
+            *self._sharding_lines(),
             f"versions:   {', '.join(f'{name} {version}' for name, version in self.versions.items())}",
             *(f"{f'{key}:':<11} {_short(value)}" for key, value in {**self.model, **self.data}.items()),
         ]
         if self.unoptimized:
             lines.insert(2, f"in no optimizer: {_short(self.unoptimized)}")
         return "\n".join(["SomaSpeed run report", *(f"  {line}" for line in lines)])
+
+    def _sharding_lines(self) -> list[str]:
+        if not self.sharding:
+            return []
+        units = self.sharding["units"]
+        kinds = Counter((u["trainable"], u["dtype"], u["param_dtype"], u["reduce_dtype"]) for u in units)
+        described = [
+            f"{count} {'trainable' if trains else 'frozen'} ({stored}, gathered in {gathered}, reduced in {reduced})"
+            for (trains, stored, gathered, reduced), count in kinds.items()
+        ]
+        whole = self.sharding["whole on every rank"]
+        memory = {key: f"{size / 2**20:,.1f} MiB" for key, size in self.sharding["bytes of a rank"].items()}
+        return [
+            f"units:      {len(units)}: {'; '.join(described)}",
+            f"whole:      {whole['frozen']:,} frozen and {whole['trainable']:,} trainable parameters on every rank",
+            f"memory:     about {', '.join(f'{key} {size}' for key, size in memory.items())} on rank 0",
+        ]
 
     def write(self, path: str | Path) -> None:
         """Writes the whole report as JSON, replacing an older file in one step."""
@@ -118,8 +142,11 @@ def build_report(
     layout: dict[str, int],
     device: torch.device,
     data: object = None,
+    sharded: ShardedModule | None = None,
 ) -> RunReport:
     """Collects the facts now. optimizers: pairs of optimizer and how it steps. data: the data module, if any.
+
+    sharded: how `module` was divided over several processes.
 
     Raises TypeError when a `report_facts()` returns something that JSON cannot hold.
     """
@@ -136,9 +163,26 @@ def build_report(
         layout=layout,
         device=_device_name(device),
         versions=_versions(),
+        sharding={} if sharded is None else {**sharded.facts(), "bytes of a rank": _bytes(module, optimizers)},
         model=_own_facts(module),
         data=_own_facts(data),
     )
+
+
+def _bytes(module: Module, optimizers: Sequence[tuple[Optimizer, str]]) -> dict[str, int]:
+    """What this rank holds between steps, moments of AdamW included."""
+    params = [(p, local(p).nbytes) for p in module.parameters()]
+    state = 0
+    for optimizer, _ in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for p in held:
+            has_master = getattr(optimizer, "master_weights", False) and p.dtype in LOW_PRECISION
+            state += local(p).numel() * (12 if has_master else 2 * p.element_size())
+    return {
+        "parameters": sum(size for _, size in params),
+        "gradients": sum(size for p, size in params if p.requires_grad),
+        "optimizer": state,
+    }
 
 
 def _own_facts(source: object) -> dict[str, Any]:

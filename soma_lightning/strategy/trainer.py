@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -17,23 +19,34 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from soma_lightning.compat import count_as_single_device, unwrap_optimizer
+from soma_lightning.compat import turn_inference_mode_off, unwrap_optimizer
+from soma_lightning.layout.full_state import gather
 from soma_lightning.layout.mesh import Layout
+from soma_lightning.layout.shard import ShardedModule
 from soma_lightning.optim.fused_adamw import FusedAdamW
+from soma_lightning.strategy import processes
+from soma_lightning.strategy.checkpoint import refuse_directory
 from soma_lightning.strategy.engine import Engine
 from soma_lightning.strategy.options import StrategyOptions
 from soma_lightning.strategy.precision import with_deferred_clipping
+from soma_lightning.strategy.ranks import Ranks
 from soma_lightning.strategy.report import RunReport, build_report
 
 T = TypeVar("T")
 
 
-class SomaSpeedStrategy(ParallelStrategy):
+class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
     """Trains an unchanged LightningModule with one fused statistics, clipping and AdamW step.
 
-    This version runs one process (CPU or one GPU); arguments of sharding are refused by name unless left alone.
+    Several processes divide its parameters, gradients and optimizer state with FSDP2; one process divides nothing.
 
-    layout: a `Layout`, a dict of its fields, or "auto", "fsdp", "hsdp", "replicate".
+    layout: a `Layout`, a dict of its fields, or "auto", "fsdp" (one copy over all ranks), "hsdp" (copies over nodes,
+        two on a single node), "replicate" (a copy on each rank). Tensor and pipeline sizes must stay 1.
+    frozen: frozen parameters are whole on every rank ("replicate") or divided ("shard"); "auto" is the first, but the
+        second when a BaseFinetuning callback will train them.
+    reshard_after_forward: whether gathered parameters are freed between forward and backward; None: FSDP2's default.
+    forward_methods: names of methods, of the module or of a unit in it, that gather parameters as forward does.
+    timeout: seconds that a collective waits for a rank that does not come.
     fused_optimizer: "auto" gives every plain torch.optim.AdamW the fused step, in place, and leaves other optimizers
         as they are (the run report says why); True makes such an optimizer an error; False never does it.
     master_weights: fp32 masters and moments for bf16 and fp16 parameters; "auto": when there are such parameters.
@@ -55,6 +68,7 @@ class SomaSpeedStrategy(ParallelStrategy):
     """
 
     strategy_name = "somaspeed"
+    _in_fabric = False
 
     def __init__(
         self,
@@ -83,6 +97,7 @@ class SomaSpeedStrategy(ParallelStrategy):
         pipeline: dict[str, Any] | None = None,
         forward_methods: list[str] | None = None,
         cpu_offload: bool = False,
+        timeout: float = 1800.0,
     ) -> None:
         options = StrategyOptions(
             layout=layout,
@@ -110,6 +125,7 @@ class SomaSpeedStrategy(ParallelStrategy):
             pipeline=pipeline,
             forward_methods=forward_methods,
             cpu_offload=cpu_offload,
+            timeout=timeout,
         )
         self.engine = Engine(options)
         self._num_nodes = 1
@@ -117,48 +133,23 @@ class SomaSpeedStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ world
 
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        # One device is this process's, whatever local rank a launcher around it left in the environment.
-        return self.parallel_devices[0 if len(self.parallel_devices) == 1 else self.local_rank]
+    def set_world_ranks(self) -> None:
+        self._number_ranks()
 
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether each rank must see its own part of the data (Lightning then adds a DistributedSampler)."""
-        return self.world_size > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def _configure_launcher(self) -> None:
-        """Last call of Trainer's connector, when devices and nodes are known. One process needs no launcher."""
-        assert self.parallel_devices is not None
-        self.engine.setup_world(devices=len(self.parallel_devices), num_nodes=self.num_nodes, processes=self.world_size)
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.is_distributed:
+            reset_seed()
+            assert self.lightning_module is not None
+            self.lightning_module._device_mesh = self.device_mesh
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.root_device)
-
-    # One process: every collective is the identity.
+        if not self.is_distributed:  # else sharding moves it, one unit after the other
+            self.model.to(self.root_device)
 
     def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        return tensor
-
-    def barrier(self, name: str | None = None) -> None:
-        return None
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj
+        return processes.reduce(tensor, group, reduce_op) if self.is_distributed else tensor
 
     # ------------------------------------------------------------------ set-up
 
@@ -170,8 +161,28 @@ class SomaSpeedStrategy(ParallelStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else with_deferred_clipping(plugin, self.engine)
 
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.is_distributed:
+            turn_inference_mode_off(trainer)
+            _refuse_copies_of_the_module(trainer)
+        super().setup(trainer)
+
     def _setup_model(self, model: Module) -> Module:
-        return self.engine.setup_module(model)
+        if self._layer_sync is not None and self.is_distributed and not self.engine.is_sharded(model):
+            model = self._layer_sync.apply(model)
+        first_time = not self.engine.is_sharded(model)
+        module = self.lightning_module
+        callbacks = [] if module is None else module.trainer.callbacks  # type: ignore[attr-defined]
+        model = self.engine.setup_module(
+            model,
+            device=self.root_device,
+            precision=str(self.precision_plugin.precision),
+            thawed_by=next((type(c).__name__ for c in callbacks if isinstance(c, BaseFinetuning)), None),
+        )
+        sharded = self.engine.sharded(model)
+        if sharded is not None and first_time:
+            _follow_toggles(model, sharded)
+        return model
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -183,9 +194,27 @@ class SomaSpeedStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if weights_only is None:
             weights_only = self.engine.options.checkpoint_weights_only
+        refuse_directory(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Every rank calls it; rank 0 gets the whole tensors, one at a time, and writes the file."""
+        if self.is_distributed:
+            checkpoint = gather(checkpoint, keep=self.is_global_zero)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     # ------------------------------------------------------------------ training
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        module = self.lightning_module
+        assert module is not None
+        divisor = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        self.engine.before_backward(loss_divisor=divisor)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.engine.after_backward()
 
     def optimizer_step(
         self,
@@ -197,10 +226,6 @@ class SomaSpeedStrategy(ParallelStrategy):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         module = self.lightning_module
         assert module is not None
-        if getattr(module, "soma_normalizer", None) is not None:
-            raise ValueError(
-                f"{type(module).__name__}.soma_normalizer is not available in this version; return the mean loss"
-            )
         self.engine.after_step(optimizer, where=f"global_step {module.trainer.global_step}")
         if self.engine.options.log_grad_norm:
             self._log_grad_norm(module, optimizer)
@@ -229,6 +254,34 @@ class SomaSpeedStrategy(ParallelStrategy):
         with self.engine.gradient_sync(self.model, enabled=False):
             yield
 
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.engine.after_evaluation()
+
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self.engine.after_evaluation()
+
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self.engine.after_evaluation()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self.engine.report_failure(exception)
+
+    def teardown(self) -> None:
+        """Leaves shards on their device: whole modules only go to the CPU."""
+        if not self.is_distributed:
+            super().teardown()
+            return
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
     def on_train_end(self) -> None:
         """Says how many steps the run lost: skips that do not follow each other never stop it."""
         super().on_train_end()
@@ -248,14 +301,18 @@ class SomaSpeedStrategy(ParallelStrategy):
         assert module is not None
         trainer = module.trainer
         report = self.engine.options.report
-        if report is False or trainer.barebones or not self.is_global_zero:
+        if report is False or trainer.barebones:
+            return
+        # Every rank asks for it: the Trainer takes rank 0's answer.
+        folder = trainer.log_dir or trainer.default_root_dir
+        if not self.is_global_zero:
             return
         facts = self._build_report(trainer, module)
         rank_zero_info(facts.summary())
         if isinstance(report, str):
             facts.write(report)
         elif not getattr(trainer, "fast_dev_run", False):
-            facts.write(Path(trainer.log_dir or trainer.default_root_dir) / "run_report.json")
+            facts.write(Path(folder) / "run_report.json")
 
     def _build_report(self, trainer: pl.Trainer, module: pl.LightningModule) -> RunReport:
         assert self.engine.layout is not None
@@ -268,6 +325,7 @@ class SomaSpeedStrategy(ParallelStrategy):
             layout=self.engine.layout.mesh_shape(),
             device=self.root_device,
             data=getattr(trainer, "datamodule", None),
+            sharded=self.engine.sharded(module),
         )
 
     def _clipping_rule(self, trainer: pl.Trainer, module: pl.LightningModule) -> str:
@@ -282,4 +340,24 @@ class SomaSpeedStrategy(ParallelStrategy):
         return f"by {algorithm} {trainer.gradient_clip_val}{norm}"
 
 
-count_as_single_device(SomaSpeedStrategy, fabric=False)
+def _follow_toggles(module: Module, sharded: ShardedModule) -> None:
+    """`toggle_optimizer` acts on the optimizer's parameters, the shards; inside a step the gathered ones compute."""
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
+        toggle = getattr(module, name)
+
+        @functools.wraps(toggle)
+        def toggle_and_follow(*args: Any, _toggle: Callable[..., None] = toggle, **kwargs: Any) -> None:
+            _toggle(*args, **kwargs)
+            sharded.follow_requires_grad()
+
+        setattr(module, name, toggle_and_follow)
+
+
+def _refuse_copies_of_the_module(trainer: pl.Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} copies the module before its parameters are divided over "
+                f"{trainer.world_size} processes and cannot average them; use devices=1, or a callback that averages "
+                "the parameters it finds in on_train_start"
+            )

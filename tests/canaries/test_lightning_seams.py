@@ -8,19 +8,31 @@ from typing import Any
 import lightning as L  # noqa: N812 (Lightning's own convention)
 import pytest
 import torch
+from lightning.fabric.connector import _Connector as FabricConnector
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops.utilities import _no_grad_context
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies import SingleDeviceStrategy as TrainerSingleDeviceStrategy
 from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector as TrainerConnector
+from lightning.pytorch.utilities.compile import _verify_strategy_supports_compile
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from soma_lightning import FabricSomaSpeedStrategy, SomaSpeedStrategy
-from soma_lightning.compat import is_still_scaled, unwrap_optimizer
+from soma_lightning.compat import (
+    is_still_scaled,
+    script_launcher,
+    set_rank_of_messages,
+    turn_inference_mode_off,
+    unwrap_optimizer,
+)
 
 
 def parameter() -> nn.Parameter:
@@ -31,9 +43,9 @@ def test_both_connectors_end_with_configure_launcher() -> None:
     """`_configure_launcher` runs when devices and nodes are known; the world is checked there."""
     for base in (Strategy, FabricStrategy):
         assert list(inspect.signature(base._configure_launcher).parameters) == ["self"]
-    for build in (L.Trainer, L.Fabric):
-        with pytest.raises(ValueError, match="2 were asked for"):
-            build(strategy="somaspeed", accelerator="cpu", devices=2)
+    for connector in (TrainerConnector, FabricConnector):
+        source = inspect.getsource(connector._lazy_init_strategy)
+        assert source.index("set_world_ranks()") < source.index("self.strategy._configure_launcher()")
 
 
 def test_setup_goes_through_setup_model_before_optimizers() -> None:
@@ -100,9 +112,53 @@ def test_tensors_count_their_writes() -> None:
     assert tensor._version > before
 
 
-def test_one_process_counts_as_a_single_device() -> None:
-    assert isinstance(SomaSpeedStrategy(), TrainerSingleDeviceStrategy)
-    assert isinstance(FabricSomaSpeedStrategy(), SingleDeviceStrategy)
+@pytest.mark.parametrize(("fabric", "single"), [(False, TrainerSingleDeviceStrategy), (True, SingleDeviceStrategy)])
+def test_one_process_counts_as_a_single_device(fabric: bool, single: type) -> None:
+    build: Any = L.Fabric if fabric else L.Trainer
+    alone = build(strategy="somaspeed", accelerator="cpu", devices=1).strategy
+    assert isinstance(alone, single)
+    assert type(alone).__name__ == ("FabricSomaSpeedStrategy" if fabric else "SomaSpeedStrategy")
+    assert not isinstance(build(strategy="somaspeed", accelerator="cpu", devices=2).strategy, single)
+    asks = L.Fabric._validate_launched if fabric else _verify_strategy_supports_compile
+    assert "SingleDeviceStrategy" in inspect.getsource(asks)
+
+
+@pytest.mark.parametrize("fabric", [False, True])
+def test_the_script_launcher_takes_environment_processes_and_nodes(fabric: bool) -> None:
+    launcher = script_launcher(LightningEnvironment(), 2, 3, fabric=fabric)
+    assert (launcher.num_processes, launcher.num_nodes) == (2, 3)
+
+
+def test_messages_follow_the_rank() -> None:
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    before = rank_zero_only.rank
+    try:
+        set_rank_of_messages(3)
+        assert (rank_zero_only.rank, fabric_rank_zero_only.rank) == (3, 3)
+        assert rank_zero_only(lambda: "printed")() is None
+    finally:
+        set_rank_of_messages(before)
+
+
+def test_evaluation_loops_ask_for_their_inference_mode() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    assert any(loop.inference_mode for loop in loops)
+    turn_inference_mode_off(trainer)
+    assert not any(loop.inference_mode for loop in loops)
+    assert "self.inference_mode" in inspect.getsource(_no_grad_context)
+
+
+def test_a_module_finds_its_mesh_where_the_strategy_puts_it() -> None:
+    module = L.LightningModule()
+    module._device_mesh = "mesh"  # type: ignore[assignment]
+    assert module.device_mesh == "mesh"
+
+
+def test_the_layer_sync_is_handed_to_the_strategy() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy="somaspeed", sync_batchnorm=True, logger=False)
+    assert isinstance(trainer.strategy._layer_sync, TorchSyncBatchNorm)
 
 
 def test_registries_take_any_callable_and_hand_it_the_fixed_arguments() -> None:

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import StepLR
 from soma_lightning import FP32MasterAdamW, FusedAdamW
 from soma_lightning.optim import reference_step
 from soma_lightning.optim.clipping import ClipRule
+from soma_lightning.optim.nonfinite import explain_nonfinite
 
 #: Where the statistics by kernels are taken.
 KERNEL_PASS = "soma_kernels.optim.grad_stats"
@@ -192,6 +193,85 @@ def test_a_sum_with_a_normalizer_equals_the_mean(path: Path) -> None:
     mean.step()
     assert summed.last_grad_norm.item() == pytest.approx(mean.last_grad_norm.item(), rel=1e-6)
     assert largest_difference(a, b) < 1e-7
+
+
+@pytest.mark.parametrize("rule", [{}, {"max_norm": 0.01}, {"max_value": 0.3}, {"max_norm": 0.5, "normalizer": 16}])
+def test_a_scaled_loss_takes_the_step_of_the_plain_one_to_the_bit(path: Path, rule: dict[str, float]) -> None:
+    a, b = network(), network()
+    scaled, plain = path.fused(groups(a)), path.fused(groups(b))
+    scale = torch.tensor(2.0**16)
+    for step in range(3):
+        for model in (a, b):
+            model.zero_grad()
+            backward(model, step)
+        for p in a.parameters():
+            if p.grad is not None:
+                p.grad *= scale
+        scaled.clip(**rule, loss_scale=scale)
+        plain.clip(**rule)
+        scaled.step()
+        plain.step()
+        assert torch.equal(scaled.last_grad_norm, plain.last_grad_norm)
+    assert largest_difference(a, b) == 0.0
+    assert largest_difference(a, network()) > 0
+
+
+def test_a_scaled_loss_that_overflowed_skips_the_step(path: Path) -> None:
+    model = network()
+    fused = path.fused(groups(model))
+    backward(model, 0)
+    model[4].weight.grad[0, 0] = math.inf
+    fused.clip(loss_scale=2.0**16)
+    assert fused.pending_clip == ClipRule(loss_scale=2.0**16)
+    fused.step()
+    assert fused.consecutive_skips.item() == 1
+    assert largest_difference(model, network()) == 0.0
+
+
+def test_a_further_limit_keeps_what_gradients_are_divided_by() -> None:
+    rule = ClipRule(normalizer=3, loss_scale=8.0).tightened(ClipRule(max_norm=1.0))
+    assert (rule.normalizer, rule.loss_scale, rule.max_norm) == (3, 8.0, 1.0)
+    assert ClipRule(loss_scale=8.0).tightened(ClipRule(loss_scale=4.0)).loss_scale == 4.0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_state_made_before_a_step_changes_no_step(path: Path, late: bool) -> None:
+    """late: one parameter has stepped already, the others have not."""
+    a, b = network(torch.bfloat16), network(torch.bfloat16)
+    early, usual = path.masters(groups(a)), path.masters(groups(b))
+    for model, fused in ((a, early), (b, usual)):
+        if late:
+            model[4].bias.grad = torch.ones_like(model[4].bias)
+            fused.step()
+    stepped = early.state[a[4].bias].get("exp_avg")
+    early.init_state()
+    assert set(early.state) == {p for p in a.parameters() if p.requires_grad}
+    assert early.state[a[2].weight]["step"] == 0
+    assert early.state[a[4].bias]["exp_avg"] is stepped or not late
+    assert torch.equal(early.state[a[2].weight]["soma_master"], a[2].weight.float())
+    for step in range(2):
+        for model, fused in ((a, early), (b, usual)):
+            backward(model, step)
+            fused.clip(max_norm=0.5)
+            fused.step()
+    assert largest_difference(a, b) == 0.0
+    assert early.state[a[4].bias]["step"] == 2 + late
+
+
+def test_a_skipped_step_is_explained(path: Path) -> None:
+    model = network()
+    fused = path.fused(model.named_parameters())
+    backward(model, 0)
+    model[4].weight.grad[0, 0] = math.nan
+    fused.step()
+    words = "the gradient of parameter 4 ('4.weight', shape (3, 8)) holds a NaN or an infinity"
+    assert explain_nonfinite(fused) == explain_nonfinite(fused, ask_all_ranks=True) == words
+    assert explain_nonfinite(fused, lambda p: f"{p.ndim}-d") == "the gradient of 2-d holds a NaN or an infinity"
+    model.zero_grad()
+    backward(model, 0)
+    fused.clip(normalizer=0.0)
+    fused.step()
+    assert explain_nonfinite(fused) == "the norm is not finite or the normalizer not positive"
 
 
 def test_a_nonfinite_step_moves_nothing_and_is_counted(path: Path) -> None:
@@ -653,6 +733,7 @@ def test_parameters_on_several_devices_are_refused(path: Path) -> None:
         ({"max_norm": "1"}, "max_norm='1' must be positive"),
         ({"max_value": True}, "max_value=True must be positive"),
         ({"normalizer": "8"}, "normalizer='8' must be a number or a 0-d tensor"),
+        ({"loss_scale": "8"}, "loss_scale='8' must be a number or a 0-d tensor"),
         ({"max_norm": 1.0, "norm_type": 3.0}, "norm_type=3.0 is not supported"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from soma_kernels.testing import relative_rms
 from soma_lightning import FusedAdamW
+from soma_lightning.optim.ownership import DIMENSIONS, Ownership
 from soma_lightning.optim.triton_step import TritonStep
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -763,42 +765,39 @@ def test_a_frozen_parameter_elsewhere_does_not_choose_the_path(device: torch.dev
 # ---------------------------------------------------------------------- several processes
 
 
-class Doubling:
-    """Two processes with the same gradients, of which this one counts every second."""
+@dataclass(frozen=True)
+class Doubling(Ownership):
+    """Two ranks with the same gradients and half of the normalizer each, of which this one counts every second."""
 
-    def __init__(self) -> None:
-        self.asked = 0
-        self.reduced: list[tuple[Tensor, float]] = []
+    reduced: list[tuple[Tensor, float]] = field(default_factory=list)
 
     def counted(self, params: Sequence[Tensor]) -> list[bool]:
-        self.asked += 1
         return [i % 2 == 0 for i in range(len(params))]
 
-    def reduce(self, vector: Tensor, norm_type: float) -> Tensor:
+    def all_reduce_(self, vector: Tensor, norm_type: float) -> None:
         self.reduced.append((vector.clone(), norm_type))
-        total = vector * 2
-        total[1] = vector[1]
-        return total
+        vector *= 2
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 def test_ownership_decides_who_counts_and_what_is_global(device: torch.device, implementation: str) -> None:
     params = parameters(device, [(4,), (4,), (4,)])
     ours = FusedAdamW(params, lr=0.0, implementation=implementation)
-    ownership = Doubling()
+    ownership = Doubling(dict.fromkeys(DIMENSIONS, 0), device, sums=True)
     ours.ownership = ownership
     for step in range(2):
         ours.state.clear()
         for p in params:
             p.grad = torch.ones_like(p)
-        ours.clip(max_norm=1.0, normalizer=2.0)
+        ours.clip(max_norm=1.0, normalizer=1.0)
         ours.step()
         # Two of three gradients of 4 ones, in two processes, halved by the normalizer.
         assert ours.last_grad_norm.item() == pytest.approx(math.sqrt(2 * 2 * 4) / 2, rel=1e-6)
         assert used(ours, params) == pytest.approx([0.5] * 3, rel=1e-5)
-        assert ownership.reduced[step][0].tolist() == pytest.approx([0.0, 2.0, 8.0])
+        assert ownership.reduced[step][0].tolist() == pytest.approx([0.0, 1.0, 8.0])
         assert ownership.reduced[step][1] == 2.0
     params[1].grad = torch.full_like(params[1], math.nan)  # not counted here, and still a reason to skip
+    ours.clip(normalizer=1.0)
     ours.step()
     assert ours.skipped_steps.item() == 1
     assert ours.first_nonfinite_parameter() is params[1]
@@ -858,5 +857,5 @@ def test_a_gradient_divided_unlike_its_parameter_is_refused(device: torch.device
     param = nn.Parameter(distribute_tensor(torch.ones(4, 2, device=device), mesh, [Shard(0)]))
     param.grad = DTensor.from_local(torch.ones(4, 2, device=device), mesh, [Partial()])
     ours = FusedAdamW([param], implementation=implementation)
-    with pytest.raises(ValueError, match=r"gradient of shape \(4, 2\) is placed as .*Partial.* parameter as .*Shard"):
+    with pytest.raises(ValueError, match=r"parameter 0 \(shape \(4, 2\)\) is placed as .*Partial.* as .*Shard"):
         ours.step()

@@ -9,35 +9,28 @@ from typing import Any
 
 import lightning as L  # noqa: N812 (Lightning's own convention)
 import pytest
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from soma_lightning import FabricSomaSpeedStrategy, Layout, SomaSpeedStrategy
+from soma_lightning.compat import set_rank_of_messages
 from soma_lightning.strategy.options import StrategyOptions
 
 BOTH = pytest.mark.parametrize("strategy", [SomaSpeedStrategy, FabricSomaSpeedStrategy])
 
 LATER = {
-    "wrap_policy": {"no_split_names": ["Block"]},
-    "mixed_precision": {"param_dtype": "bf16"},
-    "wrappers": {"norms": {"module_classes": ["RMSNorm"]}},
-    "mixed_precision_policies": {"fp32": {"param_dtype": "fp32"}},
-    "mixed_precision_rules": {"norms": "fp32"},
-    "frozen": "shard",
-    "reshard_after_forward": True,
-    "keep_low_precision_grads": True,
     "compile": {"mode": "default"},
     "activation_checkpointing": {"blocks": True},
     "async_save": True,
     "tensor_parallel": {"attention.q_proj": "colwise"},
     "pipeline": {"run_ahead": 1},
-    "forward_methods": ["sample_actions"],
     "cpu_offload": True,
 }
 
 
 @BOTH
 @pytest.mark.parametrize("name", LATER)
-def test_what_needs_more_than_one_process_is_refused_by_name(strategy: Any, name: str) -> None:
-    message = f"{name}={LATER[name]!r} is not available in this version, which runs one process; leave it at "
+def test_what_comes_later_is_refused_by_name(strategy: Any, name: str) -> None:
+    message = f"{name}={LATER[name]!r} is not available in this version; leave it at "
     with pytest.raises(ValueError, match=re.escape(message)):
         strategy(**{name: LATER[name]})
 
@@ -53,6 +46,16 @@ def test_what_needs_more_than_one_process_is_refused_by_name(strategy: Any, name
         ({"fused_optimizer": "yes"}, "fused_optimizer='yes' is not available; use one of 'auto', True"),
         ({"fused_optimizer": 1}, "fused_optimizer=1 is not available"),
         ({"master_weights": None}, "master_weights=None is not available"),
+        ({"frozen": "drop"}, "frozen='drop' is not available; use one of 'auto', 'replicate', 'shard'"),
+        (
+            {"reshard_after_forward": "yes"},
+            "reshard_after_forward='yes' is not available; use one of None",
+        ),
+        ({"forward_methods": "sample"}, "forward_methods='sample' must be a list of names"),
+        ({"timeout": 0}, "timeout=0 must be a positive number of seconds"),
+        ({"timeout": float("inf")}, "timeout=inf must be a positive number of seconds"),
+        ({"wrappers": {"a": {}}}, "wrappers.a"),
+        ({"mixed_precision_rules": {"norms": "fp32"}}, "mixed_precision_rules.norms=fp32: there is no wrapper 'norms'"),
         ({"nonfinite": "zero"}, "nonfinite='zero' is not available; use one of 'skip', 'raise'"),
         ({"checkpoint_weights_only": "no"}, "checkpoint_weights_only='no' is not available"),
         ({"max_consecutive_skips": 0}, "max_consecutive_skips=0 must be at least 1; None never stops the run"),
@@ -89,22 +92,64 @@ def build(kind: str, strategy: Any, **settings: Any) -> Any:
     return L.Fabric(strategy=strategy, **options)
 
 
+TORCHRUN = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+
+
+@pytest.fixture
+def rank_one_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The environment that torchrun gives the second of two processes."""
+    rank = rank_zero_only.rank
+    for name, value in {**TORCHRUN, "TORCHELASTIC_RUN_ID": "run", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    set_rank_of_messages(rank)
+
+
+@pytest.mark.usefixtures("rank_one_of_two")
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
-@pytest.mark.parametrize(("settings", "world"), [({"devices": 2}, 2), ({"num_nodes": 3}, 3)])
-def test_more_than_one_process_is_refused(kind: str, settings: dict[str, int], world: int) -> None:
-    message = f"strategy 'somaspeed' runs one process in this version, but {world} were asked for"
+@pytest.mark.parametrize(("settings", "asked"), [({}, 1), ({"devices": 2, "num_nodes": 3}, 6)])
+def test_another_number_of_processes_than_the_launchers_is_refused(
+    kind: str, settings: dict[str, int], asked: int
+) -> None:
+    message = rf"{asked} processes were asked for .* one of 2 that a launcher \(torchrun, srun, mpirun\) started"
     with pytest.raises(ValueError, match=message):
         build(kind, "somaspeed", **settings)
 
 
+@pytest.mark.usefixtures("rank_one_of_two")
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
-def test_one_of_several_launched_processes_is_told_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torchrun = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
-    for name, value in {**torchrun, "TORCHELASTIC_RUN_ID": "run", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ValueError, match=r"this is one of 2 that a launcher \(torchrun, srun, mpirun\) started"):
-        build(kind, "somaspeed")
+def test_launched_processes_need_no_launcher(kind: str) -> None:
+    strategy = build(kind, "somaspeed_hsdp", devices=2).strategy
+    assert strategy.launcher is None
+    assert (strategy.global_rank, strategy.world_size, strategy.is_distributed) == (1, 2, True)
+    assert tuple(strategy.engine.layout.mesh_shape().values()) == (1, 2, 1, 1)
+    with pytest.raises(RuntimeError, match="there is no device mesh: the run has one process, or has not begun"):
+        _ = strategy.device_mesh
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_several_devices_get_the_script_launcher(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    strategy = build(kind, "somaspeed", devices=2, num_nodes=2).strategy
+    assert type(strategy.launcher).__name__ == "_SubprocessScriptLauncher"
+    assert strategy.launcher.is_interactive_compatible is False
+    assert strategy.engine.layout == Layout(shard=4)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+@pytest.mark.parametrize("layout", [Layout(tensor=2), {"pipeline": 2}])
+def test_layouts_that_come_later_are_refused_by_name(kind: str, layout: Any) -> None:
+    cls = SomaSpeedStrategy if kind == "trainer" else FabricSomaSpeedStrategy
+    with pytest.raises(ValueError, match=r"Layout\((tensor|pipeline)=2\) is not available in this version"):
+        build(kind, cls(layout=layout), devices=2)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_what_only_divides_is_accepted_on_one_process(kind: str) -> None:
+    cls = SomaSpeedStrategy if kind == "trainer" else FabricSomaSpeedStrategy
+    strategy = build(kind, cls(frozen="shard", reshard_after_forward=True, forward_methods=["f"], timeout=60)).strategy
+    assert strategy.launcher is None
+    assert strategy.engine.mesh is None
 
 
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])

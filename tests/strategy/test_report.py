@@ -54,6 +54,7 @@ def test_the_facts(net: Any, make_trainer: Any, tmp_path: Path, caplog: pytest.L
         "layout": {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1},
         "device": "cpu",
         "versions": written(tmp_path)["versions"],
+        "sharding": {},
         "model": {},
         "data": {},
     }

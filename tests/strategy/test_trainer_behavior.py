@@ -441,10 +441,3 @@ def test_the_root_device_is_the_device_that_was_asked_for() -> None:
     strategy = SomaSpeedStrategy()
     strategy.parallel_devices = [torch.device("cuda", 1)]
     assert strategy.root_device == torch.device("cuda", 1)
-
-
-def test_soma_normalizer_is_refused_instead_of_ignored(net: Any, make_trainer: Any) -> None:
-    model = net()
-    model.soma_normalizer = torch.tensor(4.0)
-    with pytest.raises(ValueError, match="Net.soma_normalizer is not available in this version; return the mean loss"):
-        make_trainer("somaspeed").fit(model)

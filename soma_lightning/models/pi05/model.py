@@ -47,6 +47,8 @@ class PI05Model(nn.Module):
 
     #: Units for sharding and activation checkpointing: each is always entered through its own forward.
     _no_split_modules: ClassVar[list[str]] = ["SiglipEncoderLayer", "PrefixLayer", "ExpertLayer"]
+    #: Computed in fp32 under autocast too: their weights are not gathered in a lower dtype.
+    _keep_in_fp32_modules: ClassVar[list[str]] = ["action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out"]
     #: Entry points besides forward (FSDP gathers the root's parameters before each).
     forward_methods: ClassVar[tuple[str, ...]] = ("encode_prefix", "velocity", "flow_loss", "sample_actions")
 

@@ -1,0 +1,252 @@
+"""How a plan of units becomes a sharded module: same weights on all ranks, then FSDP2 unit by unit, inside out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from soma_lightning.compat import (
+    begin_fsdp,
+    follow_requires_grad,
+    gather_for_backward_only_what_it_visits,
+    renew_fsdp_dtypes,
+    set_divide_factor,
+)
+from soma_lightning.layout.casting import apply_precision, keep_gradient_dtypes
+from soma_lightning.layout.full_state import accept_full_tensors
+from soma_lightning.layout.mesh import WorldMesh
+from soma_lightning.layout.wrap import Unit, UnitPlan
+
+#: Entry points of a LightningModule that run like its forward.
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+_RECORD = "_soma_lightning_sharded"
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """One unit as it was built. parameters: elements over all ranks. dtypes: of parameters, gather and reduction."""
+
+    name: str
+    parameters: int
+    trainable: bool
+    dtype: str
+    param_dtype: str
+    reduce_dtype: str
+
+
+class ShardedModule:
+    """A module whose parameters are divided over the data ranks, and what has to be done around its backward passes.
+
+    replicated: parameters that stay whole on every rank. They are outside FSDP2: `after_backward` averages the
+    gradients of those that train.
+    """
+
+    def __init__(self, mesh: WorldMesh, plan: UnitPlan, units: list[UnitFacts], replicated: Sequence[Tensor]) -> None:
+        self.mesh = mesh
+        self._plan = plan
+        self.units = units
+        self.replicated = replicated
+        #: The first module of every unit, root last.
+        self._heads = [unit.modules[0] for unit in plan.units]
+        self._reduces = True
+        self._sums = False
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values for a report: this rank's place, the units, and what is whole on every rank."""
+        return {
+            "ranks": self.mesh.device_mesh.size(),
+            "coordinate": self.mesh.coordinate,
+            "units": [asdict(unit) for unit in self.units if unit.parameters],
+            "whole on every rank": {
+                "frozen": sum(p.numel() for p in self.replicated if not p.requires_grad),
+                "trainable": sum(p.numel() for p in self.replicated if p.requires_grad),
+            },
+        }
+
+    def set_sums(self, sums: bool) -> None:
+        """Whether gradients are summed over the data ranks instead of averaged, from the next backward pass on."""
+        self._sums = sums
+        for head in self._heads:
+            # None: FSDP2 divides by the number of ranks itself.
+            set_divide_factor(head, 1.0 if sums else None)
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Whether the next backward passes reduce gradients.
+
+        With replicas the reduce-scatter goes on and only the all-reduce waits: a whole gradient is held nowhere.
+        """
+        self._reduces = enabled
+        root = self._heads[-1]
+        assert isinstance(root, FSDPModule)
+        if self.mesh.layout.replicate > 1:
+            root.set_requires_all_reduce(enabled)
+        else:
+            root.set_requires_gradient_sync(enabled)
+
+    def before_backward(self) -> None:
+        """Call before every backward pass: units that were frozen and train now reduce in their own dtype."""
+        if any([renew_fsdp_dtypes(head) for head in self._heads]):
+            self.keep_gradient_dtypes()
+
+    def keep_gradient_dtypes(self) -> None:
+        """Call after FSDP2 took the dtypes of a unit from its parameters."""
+        whole = self.mesh.layout.mesh_shape()["dp_shard"] == 1
+        keep_gradient_dtypes(self._heads[-1], self._plan, sharded=True, replicated=whole)
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Call after every backward pass: averages, or sums up, what FSDP2 does not know."""
+        if not self._reduces:
+            return
+        grads = [p.grad for p in self.replicated if p.requires_grad and p.grad is not None]
+        for dtype in {grad.dtype for grad in grads}:
+            same = [grad for grad in grads if grad.dtype == dtype]
+            flat = torch.cat([grad.reshape(-1) for grad in same]).float()
+            dist.all_reduce(flat)
+            if not self._sums:
+                flat /= self.mesh.dp_size
+            for grad, mean in zip(same, torch.split(flat, [grad.numel() for grad in same]), strict=True):
+                grad.copy_(mean.view_as(grad))
+
+    def follow_requires_grad(self) -> None:
+        """Call after `requires_grad` of shards changed in the middle of a pass, while parameters are gathered."""
+        for head in self._heads:
+            follow_requires_grad(head)
+
+    def reshard(self) -> None:
+        """Frees gathered parameters; the module's parameters are the shards again. For the end of an evaluation."""
+        for head in self._heads:
+            assert isinstance(head, FSDPModule)
+            head.reshard()
+
+
+def sharded_module(root: Module) -> ShardedModule | None:
+    """How `shard_module` divided `root`, in this process; None if it did not."""
+    return root.__dict__.get(_RECORD)
+
+
+def shard_module(
+    root: Module, plan: UnitPlan, mesh: WorldMesh, *, device: torch.device, forward_methods: Sequence[str] = ()
+) -> ShardedModule:
+    """Divides the parameters of `root` in place; all ranks start from the values of the first one.
+
+    forward_methods: qualified names of methods of units that run like `forward` ("decode", "policy.sample").
+    Optimizers built before this call hold parameters that no longer exist.
+    Raises ValueError naming a parameter that has no memory yet or is not contiguous, a module that is already sharded,
+    and a forward method that does not exist or belongs to no unit.
+    """
+    _refuse_unshardable(root)
+    names = dict(root.named_parameters())
+    replicated = [names[name] for name in plan.replicated]  # in this order on every rank
+    ignored = set(replicated)
+    done: set[int] = set()
+    facts = []
+    for unit in plan.units:
+        facts.append(_facts(unit, ignored))
+        for module in unit.modules:
+            _take_values_of_first_rank(chain(module.parameters(), module.buffers()), device, done)
+        fully_shard(
+            list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],  # type: ignore[call-overload]
+            mesh=mesh.data,
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=unit.mp or MixedPrecisionPolicy(),
+            ignored_params=ignored,
+        )
+    _register_forward_methods(root, forward_methods)
+    apply_precision(root, plan, sharded=True, forward_methods=entry_points(root, forward_methods))
+    begin_fsdp(root)
+    for unit in plan.units:
+        gather_for_backward_only_what_it_visits(unit.modules[0])
+    accept_full_tensors(root)
+    # On the module itself: a table of modules would keep them alive, since the record holds the module.
+    root.__dict__[_RECORD] = sharded = ShardedModule(mesh, plan, facts, replicated)
+    sharded.keep_gradient_dtypes()
+    return sharded
+
+
+def _refuse_unshardable(root: Module) -> None:
+    for name, module in root.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{name or type(root).__name__!r} is already sharded, by configure_model or by hand; leave sharding to "
+                "the strategy, or use Lightning's ModelParallelStrategy"
+            )
+    for name, tensor in chain(root.named_parameters(), root.named_buffers()):
+        if isinstance(tensor, DTensor):
+            raise ValueError(f"{name!r} is already a DTensor; leave sharding to the strategy")
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise ValueError(f"{name!r} has no shape yet (a lazy module); run one forward pass before training")
+        if tensor.is_meta:
+            raise ValueError(f"{name!r} is on the meta device; give it memory and values before training")
+        if isinstance(tensor, torch.nn.Parameter) and not tensor.is_contiguous():
+            raise ValueError(
+                f"{name!r} has strides {tensor.stride()}; FSDP2 shards contiguous parameters only: store it with "
+                "memory_format=torch.contiguous_format"
+            )
+
+
+def _facts(unit: Unit, ignored: set[torch.nn.Parameter]) -> UnitFacts:
+    params = {p for module in unit.modules for p in module.parameters() if p not in ignored}
+    own = [p for p in params if not isinstance(p, DTensor)]
+    dtypes = sorted({_name(p.dtype) for p in own})
+    policy = unit.mp or MixedPrecisionPolicy()
+    kept = ", ".join(dtypes) or "none"
+    gathered = _name(policy.param_dtype) if policy.param_dtype else kept
+    reduced = _name(policy.reduce_dtype) if policy.reduce_dtype else gathered
+    trainable = any(p.requires_grad for p in own)
+    return UnitFacts(unit.name, sum(p.numel() for p in own), trainable, kept, gathered, reduced)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.no_grad()
+def _take_values_of_first_rank(tensors: Iterable[Tensor], device: torch.device, done: set[int]) -> None:
+    """Moves what was not moved yet and copies it from rank 0. Objects stay the same, so tied ones stay tied."""
+    for tensor in tensors:
+        if id(tensor) in done or isinstance(tensor, DTensor):
+            continue
+        done.add(id(tensor))
+        tensor.data = tensor.data.to(device)
+        # As bytes: every dtype, bit by bit.
+        dense = tensor.data.contiguous()
+        dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(dense)
+
+
+def entry_points(root: Module, forward_methods: Sequence[str] | None) -> list[str]:
+    """Qualified names of the methods that run like forward: the step methods of `root` and `forward_methods`."""
+    return [*(name for name in STEP_METHODS if hasattr(root, name)), *(forward_methods or ())]
+
+
+def _register_forward_methods(root: Module, names: Sequence[str]) -> None:
+    for name in STEP_METHODS:
+        if hasattr(root, name):
+            register_fsdp_forward_method(root, name)
+    for name in names:
+        path, _, method = name.rpartition(".")
+        try:
+            owner = root.get_submodule(path)
+        except AttributeError as error:
+            raise ValueError(f"forward_methods: there is no module {path!r} in {type(root).__name__}") from error
+        if not callable(getattr(owner, method, None)):
+            raise ValueError(f"forward_methods: {path or type(root).__name__!r} has no method {method!r}")
+        if not isinstance(owner, FSDPModule):
+            raise ValueError(
+                f"forward_methods: {path!r} is no sharding unit, so {name!r} cannot gather its parameters; give "
+                f"{type(root).__name__} a method that calls it, and name that one"
+            )
+        register_fsdp_forward_method(owner, method)
