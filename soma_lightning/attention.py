@@ -16,8 +16,9 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -49,7 +50,8 @@ class ContextKV(NamedTuple):
 
     k, v: [Bc, Hkv, Lc, D]. mask: bool [Bc, Lc], True = readable, or None when every key is readable. Masked entries of
     k and v may hold anything, NaN included. keys: `key_list(mask)`, which several calls with one mask can share; None:
-    each call makes its own where it needs one.
+    each call makes its own where it needs one. The list holds what the mask was when it was made, and kernels read the
+    list: make a new one when the mask changes.
     """
 
     k: Tensor
@@ -58,8 +60,20 @@ class ContextKV(NamedTuple):
     keys: KeyList | None = None
 
 
-#: What calls with implementation="auto" run; see `attention_implementation`.
-_default: Implementation = "auto"
+@dataclass(eq=False)
+class _Block:
+    """One `attention_implementation` block."""
+
+    implementation: Implementation
+
+
+#: Blocks that are open now, in any thread; the one that was opened last decides.
+_blocks: list[_Block] = []
+
+
+def _default() -> Implementation:
+    """What calls with implementation="auto" run."""
+    return _blocks[-1].implementation if _blocks else "auto"
 
 
 @contextmanager
@@ -68,12 +82,12 @@ def attention_implementation(implementation: Implementation) -> Iterator[None]:
 
     "kernel" also runs on a CPU, in Triton's interpreter, if TRITON_INTERPRET=1.
     """
-    global _default
-    previous, _default = _default, _check_implementation(implementation)
+    block = _Block(_check_implementation(implementation))
+    _blocks.append(block)
     try:
         yield
     finally:
-        _default = previous
+        _blocks.remove(block)
 
 
 def _check_implementation(implementation: Implementation) -> Implementation:
@@ -90,10 +104,13 @@ def attention_path(device: torch.device | str | None = None) -> str:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    if _default == "reference":
+    forced = _default()
+    if forced == "reference":
         return "reference (torch), forced"
     why_not = _why_no_kernel(device.type, device.index)
-    if why_not is None and (device.type == "cuda" or _default == "kernel"):
+    if why_not is not None and forced == "kernel":
+        return f"kernel, forced, so calls raise: {why_not}"
+    if why_not is None and (device.type == "cuda" or forced == "kernel"):
         return f"kernel (Triton {_triton_version()})"
     return f"reference (torch), {why_not}" if device.type == "cuda" else "reference (torch)"
 
@@ -119,26 +136,28 @@ def _why_no_kernel(device_type: str, device_index: int | None) -> str | None:
     return why_unsupported(facts, _triton_version() if has_triton() else None)
 
 
-def _why_not_kernel(device_type: str, device_index: int | None, dtype: torch.dtype, head_size: int) -> str | None:
-    """Why a call cannot take the kernels, as a phrase; None if it can."""
+def _why_not_kernel(device_type: str, device_index: int | None, dtype: torch.dtype) -> str | None:
+    """Why a call cannot take the kernels, whatever its head size, as a phrase; None if it can."""
     why_not = _why_no_kernel(device_type, device_index)
     if why_not is None and dtype not in KERNEL_DTYPES:
         why_not = f"there are no kernels for {dtype}"
     if why_not is None and dtype == torch.bfloat16 and device_type == "cpu":
         why_not = "Triton's interpreter computes bfloat16 products wrongly"
-    if why_not is None and not MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE:
-        why_not = f"its head sizes are {MIN_HEAD_SIZE} to {MAX_HEAD_SIZE}, and this one is {head_size}"
     return why_not
 
 
 # Inside torch.compile this runs while tracing, as a function of constants that Dynamo guards on.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _use_kernel(
-    wanted: Implementation, device_type: str, device_index: int | None, dtype: torch.dtype, head_size: int
+    wanted: Implementation, device_type: str, device_index: int | None, dtype: torch.dtype, misfit: int | None = None
 ) -> bool:
+    """misfit: a head size that the kernels do not take. One that they take is not told: torch.compile may have made it
+    a symbol, and this function takes constants."""
     if wanted == "reference" or (wanted == "auto" and device_type != "cuda"):
         return False
-    why_not = _why_not_kernel(device_type, device_index, dtype, head_size)
+    why_not = _why_not_kernel(device_type, device_index, dtype)
+    if why_not is None and misfit is not None:
+        why_not = f"its head sizes are {MIN_HEAD_SIZE} to {MAX_HEAD_SIZE}, and this one is {misfit}"
     if why_not is not None and wanted == "kernel":
         raise ValueError(f"attention cannot run its kernel: {why_not}; pass implementation='auto' or 'reference'")
     if why_not is not None:
@@ -163,7 +182,7 @@ def key_list(mask: Tensor | None) -> KeyList | None:
     if mask.dtype != torch.bool or mask.dim() != 2:
         raise ValueError(f"mask must be bool [rows, keys], got {mask.dtype} of shape {tuple(mask.shape)}")
     # Neither dtype nor head size is known yet; a call that runs the reference all the same ignores the list.
-    if not mask.numel() or not _use_kernel(_default, mask.device.type, mask.device.index, torch.float32, MAX_HEAD_SIZE):
+    if not mask.numel() or not _use_kernel(_default(), mask.device.type, mask.device.index, torch.float32):
         return None
     from soma_kernels.attention.keys import key_list as list_keys  # needs Triton
 
@@ -213,8 +232,11 @@ def attention(
     else:
         _check.__wrapped__(context is not None, *facts)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # one type for the kernels
-    wanted = _default if implementation == "auto" else _check_implementation(implementation)
-    if not _use_kernel(wanted, q.device.type, q.device.index, q.dtype, q.shape[-1]):
+    wanted = _default() if implementation == "auto" else _check_implementation(implementation)
+    misfit = None
+    if not MIN_HEAD_SIZE <= q.shape[-1] <= MAX_HEAD_SIZE:
+        misfit = q.shape[-1]
+    if not _use_kernel(wanted, q.device.type, q.device.index, q.dtype, misfit):
         return attention_reference(q, k, v, ck, cv, key_mask, context_mask, scale)
     from soma_kernels.attention.function import attention_kernel  # needs Triton
 
@@ -354,6 +376,10 @@ def _check_keys(lines: Fact | None, readable: Fact | None, mask: Fact | None) ->
 
 class _AttentionModule(ModuleType):
     """The module as an operator: the name `soma_lightning.attention` is both the module and the function."""
+
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        """Modules that keep the operator as an attribute can be copied and pickled."""
+        return importlib.import_module, (__name__,)
 
     def __call__(
         self,

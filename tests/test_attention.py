@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import os
+import pickle
 import sys
 import warnings
 from collections import Counter
@@ -255,9 +257,37 @@ def test_gradcheck() -> None:
 
 def test_twice_differentiating_is_refused() -> None:
     x = leaves(make_inputs(True, False, T=1, Hq=2, Hkv=1))
-    (dq,) = torch.autograd.grad(call(x).square().sum(), x["q"], create_graph=True)
+    out = call(x)
+    (dq,) = torch.autograd.grad(out.square().sum(), x["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+        dq.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):  # also where another way leads to the inputs
+        torch.autograd.grad(out.sum() + dq.square().sum(), x["q"])
+
+
+def test_blocks_of_several_threads_leave_nothing_behind() -> None:
+    """They may end in another order than they began."""
+    one, two = attention_implementation("kernel"), attention_implementation("reference")
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert attention_path("cpu") == "reference (torch), forced"
+    two.__exit__(None, None, None)
+    assert attention_path("cpu") == "reference (torch)"
+
+
+def test_the_operator_can_be_kept_and_copied() -> None:
+    from soma_lightning import attention as operator
+
+    assert pickle.loads(pickle.dumps(copy.deepcopy({"attend": operator})))["attend"] is operator
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_calls_of_several_head_sizes(dynamic: bool | None) -> None:
+    compiled = torch.compile(lambda q, k: attention(q, k, k), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for D in (48, 64):
+        q, k = torch.randn(1, 2, 4, D), torch.randn(1, 1, 3, D)
+        torch.testing.assert_close(compiled(q, k), attention(q, k, k))
 
 
 class Operations(TorchDispatchMode):
@@ -537,14 +567,14 @@ def test_an_unchecked_gpu_runs_the_reference_and_says_so_once(monkeypatch: pytes
     monkeypatch.setattr(module, "_why_no_kernel", lambda device_type, index: "its configurations are not checked")
     module._say_once.cache_clear()
     with pytest.warns(UserWarning, match="runs its slower reference instead of its kernel: its configurations are not"):
-        assert not module._use_kernel("auto", "cuda", 0, torch.bfloat16, 64)
+        assert not module._use_kernel("auto", "cuda", 0, torch.bfloat16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not module._use_kernel("auto", "cuda", 0, torch.bfloat16, 64)
+        assert not module._use_kernel("auto", "cuda", 0, torch.bfloat16)
     monkeypatch.setattr(module, "_why_no_kernel", lambda device_type, index: None)
-    assert module._use_kernel("auto", "cuda", 0, torch.bfloat16, 64)
-    assert not module._use_kernel("auto", "cpu", None, torch.float32, 64)
-    assert not module._use_kernel("reference", "cuda", 0, torch.bfloat16, 64)
+    assert module._use_kernel("auto", "cuda", 0, torch.bfloat16)
+    assert not module._use_kernel("auto", "cpu", None, torch.float32)
+    assert not module._use_kernel("reference", "cuda", 0, torch.bfloat16)
 
 
 def test_the_path_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,9 +618,9 @@ def test_key_lists_of_other_masks_are_refused() -> None:
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 def test_the_interpreter_refuses_bfloat16() -> None:
-    x = {name: tensor.bfloat16() for name, tensor in make_inputs(True, False, T=1, Hq=2, Hkv=1).items()}
+    x = torch.randn(1, 1, 4, 16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="Triton's interpreter computes bfloat16 products wrongly"):
-        attention(x["q"], x["k"], x["v"], implementation="kernel")
+        attention(x, x, x, implementation="kernel")
 
 
 def test_parts_of_key_lists_are_refused() -> None:

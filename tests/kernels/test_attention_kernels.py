@@ -648,7 +648,39 @@ def test_differentiating_twice_is_refused(place: Place) -> None:
             out = attention_kernel(*x.values(), None, mask, 0.25)  # type: ignore[arg-type]
             (dq,) = torch.autograd.grad(out.square().sum(), x["q"], create_graph=True)
             with pytest.raises(RuntimeError, match="once_differentiable"):
-                dq.sum().backward()
+                dq.sum().backward(retain_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                torch.autograd.grad(out.sum() + dq.square().sum(), x["q"])
+
+
+def test_forward_mode_is_refused(place: Place) -> None:
+    x, mask = example(place)
+    q, k, v, ck, cv = (None if t is None else t.detach() for t in x.values())
+    assert q is not None
+
+    def call(q: Tensor) -> Tensor:
+        return attention_kernel(q, k, v, ck, cv, None, mask, 0.25)
+
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(call, (q,), (torch.ones_like(q),))
+    with (
+        pytest.raises(RuntimeError, match="no forward-mode derivative"),
+        torch.autograd.forward_ad.dual_level(),
+    ):
+        call(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+def test_a_saved_log_sum_exp_may_come_back_with_other_strides(place: Place) -> None:
+    x, mask = example(place)
+    expected = torch.autograd.grad(attention_kernel(*x.values(), None, mask, 0.25).sum(), list(x.values()))  # type: ignore[arg-type]
+
+    def elsewhere(t: Tensor) -> Tensor:
+        return t.mT.contiguous().mT if t.dim() == 3 else t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, elsewhere):
+        out = attention_kernel(*x.values(), None, mask, 0.25)  # type: ignore[arg-type]
+        grads = torch.autograd.grad(out.sum(), list(x.values()))
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
 def test_inputs_are_not_written_and_runs_are_bit_equal(place: Place) -> None:

@@ -295,6 +295,7 @@ def run_backward(
     do: gradient of `out`, any strides. Everything else as `run_forward` got and gave it. tiles: instead of the table's.
     """
     gradients = empty_gradients(q, k, ck, needs)
+    lse = lse.contiguous()  # as it was saved, unless hooks on saved tensors laid it out anew
     given = tuple((tiles or {}).items())
     _run(gradients, do, q, k, v, ck, cv, key_mask, keys, out, lse, scale, needs, given)
     return gradients

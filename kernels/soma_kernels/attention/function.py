@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from soma_kernels.attention.backward import Needs, empty_gradients, run_backward
 from soma_kernels.attention.call import KeyList, empty_result
 from soma_kernels.attention.forward import run_forward
 from soma_kernels.attention.keys import key_list
-from soma_kernels.attention.reference import attention_reference
+from soma_kernels.attention.reference import ONCE, attention_reference
 
 _INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor ck, Tensor cv, Tensor? key_mask, Tensor? index, Tensor? count"
 _library = torch.library.Library("soma_kernels", "FRAGMENT")
@@ -90,7 +90,7 @@ def _formula(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | Non
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
-    raise RuntimeError("attention is once_differentiable: its backward has no gradient of its own")
+    raise RuntimeError(ONCE)
 
 
 for _key in ("CUDA", "CPU"):  # on a CPU: Triton's interpreter
@@ -114,8 +114,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        # The guard against a second differentiation takes the host's time, and matters to create_graph=True only.
-        return _gradients_once(ctx, grad_out) if torch.is_grad_enabled() else _gradients(ctx, grad_out)
+        if torch.is_grad_enabled():  # create_graph=True: the operator refuses to be differentiated again
+            return _formula(ctx, grad_out, None)
+        return _gradients(ctx, grad_out)
 
 
 def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,9 +126,18 @@ def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, None, None, None, None)
 
 
-_gradients_once = once_differentiable(_gradients)
 #: Without the wrapper for functorch's transforms, in which `_is_plain` does not hold.
 _apply = super(torch.autograd.Function, _Attention).apply
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """RuntimeError where forward-mode derivatives are asked for: they would be lost without a word."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    is_dual = forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    )
+    if is_dual or any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack):
+        raise RuntimeError("attention has no forward-mode derivative; use reverse mode, or implementation='reference'")
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
@@ -167,6 +177,10 @@ def attention_kernel(
         keys = key_list(context_mask)
     index, count = (None, None) if keys is None else keys
     inputs = (q, k, v, ck, cv, key_mask, index, count)
+    if not torch.compiler.is_compiling() and (
+        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        _refuse_forward_mode(*inputs[:5])
     if _is_plain(*inputs):
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:5]):
             return _apply(*inputs, scale)  # type: ignore[no-any-return]

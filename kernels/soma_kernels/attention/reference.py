@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+#: Said when a gradient of attention is differentiated.
+ONCE = "attention is once_differentiable: its backward has no gradient of its own"
 
 
 class _Rows(NamedTuple):
@@ -177,6 +179,22 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+class _Once(torch.autograd.Function):
+    """Hands on `count` gradients and ties them to what they were made of, so that differentiating them is refused.
+
+    torch's own `once_differentiable` refuses only a graph that ends at the gradients; one that goes on to the inputs
+    would lose this part of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else grad.view_as(grad) for grad in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(ONCE)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -196,8 +214,15 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            grads = _Attention._gradients(ctx, grad_out)
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = _Once.apply(len(grads), *grads, grad_out, *ctx.saved_tensors[:5])  # type: ignore[no-untyped-call]
+        return (*grads, None, None, None)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, ck, cv, key_mask, context_mask, out, lse = ctx.saved_tensors
         rows: _Rows = ctx.rows
         dtype = lse.dtype
@@ -211,8 +236,7 @@ class _Attention(torch.autograd.Function):
         if dq is not None:
             dq = rows.unfold(dq.mul_(ctx.scale)).to(q.dtype)
         own, shared = dkv.get(False, (None, None)), dkv.get(True, (None, None))
-        grads = [None if g is None else g.to(q.dtype) for g in (*own, *shared)]
-        return (dq, *grads, None, None, None)
+        return (dq, *(None if g is None else g.to(q.dtype) for g in (*own, *shared)))
 
 
 def _run(

@@ -137,6 +137,8 @@ def why_unsupported(facts: DeviceFacts, triton_version: str | None) -> str | Non
         return "Triton is not installed"
     if facts.interpreter:
         return None if facts.device == "cpu" else "TRITON_INTERPRET=1 interprets kernels on the CPU"
+    if torch.version.hip is not None:
+        return "its configurations are checked on NVIDIA GPUs only"
     if not facts.triton:
         return f"Triton does not compile for {facts.device}"
     short = ".".join(triton_version.split(".")[:2])
