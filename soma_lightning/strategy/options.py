@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from soma_lightning.layout.mesh import Layout
-from soma_lightning.layout.wrap import check_settings
+from soma_lightning.layout.wrap import WrapOptions, check_settings
 from soma_lightning.optim.clipping import check_norm_type
 
 #: Settings whose feature comes later: only their defaults are accepted.
@@ -33,23 +33,15 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True)
-class StrategyOptions:
+class StrategyOptions(WrapOptions):
     """The settings of `SomaSpeedStrategy` and `FabricSomaSpeedStrategy`; meanings are documented there.
 
     Raises ValueError for a value that is not known, or that this version cannot honor, naming what can be used.
     """
 
     layout: Layout | dict[str, Any] | str = "auto"
-    wrap_policy: dict[str, list[str]] | None = None
-    mixed_precision: dict[str, Any] | None = None
-    wrappers: dict[str, dict[str, Any]] | None = None
-    mixed_precision_policies: dict[str, dict[str, Any]] | None = None
-    mixed_precision_rules: dict[str, str] | None = None
-    frozen: Literal["auto", "replicate", "shard"] = "auto"
-    reshard_after_forward: bool | None = None
     fused_optimizer: Literal["auto"] | bool = "auto"
     master_weights: Literal["auto"] | bool = "auto"
-    keep_low_precision_grads: bool = False
     nonfinite: Literal["skip", "raise"] = "skip"
     max_consecutive_skips: int | None = 10
     norm_type: float = 2.0
