@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, *, build_ours: BuildOurs | None
     try:
         if isinstance(settings, attention.AttentionSettings):
             bandwidth, attention_rows = attention.run(settings, say=say)
-            name, what, implementation = "attention", "attention over a shared context", attention_path(settings.device)
+            name, what, implementation = chosen.name, "attention over a shared context", attention_path(settings.device)
             content = [row.to_dict() for row in attention_rows]
             page = attention_page.page(facts, bandwidth, attention_rows)
             table = attention_page.short_table(bandwidth, attention_rows)
@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     attend.add_argument("--cases", default="all", help=f"all, or a list of: {cases}")
     attend.add_argument("--layouts", default="all", help=f"all, or a list of: {', '.join(LAYOUTS)}")
     attend.add_argument("--quick", action="store_true", help="fewer repeats")
+    attend.add_argument("--name", default="attention", help="of the two files, for runs that share a folder")
     for command in (optimizer, attend):
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         command.add_argument("--commit", help="what the result says; default: asked from git")

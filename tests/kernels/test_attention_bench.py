@@ -16,7 +16,7 @@ from bench import attention, attention_peers, check_attention_tiles, pi05_expert
 from bench.attention_cases import ATTENTION_CASES, LAYOUTS, TINY_ATTENTION_CASES, draw, mask_of  # noqa: E402
 from bench.attention_cases import readable_keys as count_keys  # noqa: E402
 from bench.attention_peers import ATTENTION_PEERS, AttentionPeer  # noqa: E402
-from bench.check_attention_tiles import Check, checks  # noqa: E402
+from bench.check_attention_tiles import Check, checks, variants  # noqa: E402
 from soma_kernels.attention.tiles import TABLE  # noqa: E402
 from soma_kernels.testing import assert_close  # noqa: E402
 from soma_lightning.models.pi05 import expert as expert_module  # noqa: E402
@@ -95,8 +95,8 @@ def test_peers_say_why_they_are_absent_or_unlike() -> None:
 
 def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["attention", "--cases", "tiny_context", "--layouts", "NLHD", "--quick", "--device", "cpu"]
-    assert run.main([*arguments, "--out", str(tmp_path), "--commit", "abc"]) == 0
-    content = json.loads((tmp_path / "attention.json").read_text())
+    assert run.main([*arguments, "--out", str(tmp_path), "--name", "lines_first", "--commit", "abc"]) == 0
+    content = json.loads((tmp_path / "lines_first.json").read_text())
     assert content["environment"]["commit"] == "abc"
     assert content["implementation"] == "reference (torch)"
     (row,) = content["rows"]
@@ -106,7 +106,7 @@ def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert ours["eager_both_ms"]["median"] > 0
     assert set(ours["errors"]) == {"out", "dq", "dck", "dcv"}
     assert {p["name"]: p["note"] for p in others}["sdpa cudnn fold"] == "needs a GPU"
-    page = (tmp_path / "attention.md").read_text()
+    page = (tmp_path / "lines_first.md").read_text()
     assert "| tiny_context | NLHD |" in page
     assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["tiny_context", "NLHD"]
 
@@ -135,38 +135,57 @@ def test_large_cases_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 # -- the check of the tiles -------------------------------------------------------------------------------------------
 
 
-def test_every_entry_is_checked_at_each_head_size() -> None:
+def test_every_entry_is_checked_in_every_variant_at_each_head_size() -> None:
     every = checks()
     assert {check.entry for check in every} == set(range(len(TABLE)))
     assert {check.dtype for check in every if TABLE[check.entry].wide} == {"float32"}
     assert {check.dtype for check in every if not TABLE[check.entry].wide} == {"bfloat16", "float16"}
-    assert {check.masked for check in every} == {False, True}
-    for check in every:
-        assert TABLE[check.entry].heads[0] <= check.D <= TABLE[check.entry].heads[1]
-        assert TABLE[check.entry].listed in (None, check.masked)
-        assert [s for s in check_attention_tiles._lengths(TABLE[check.entry])]
+    assert len(set(every)) == len(every)
+    for number, entry in enumerate(TABLE):
+        mine = [check for check in every if check.entry == number]
+        assert {check.variant for check in mine} == set(variants(entry))
+        assert {entry.heads[0] <= check.D <= entry.heads[1] for check in mine} == {True}
+        for variant in variants(entry).values():
+            folded = variant.T * variant.G * check_attention_tiles._num_queries(entry, variant)
+            assert entry.rows[0] <= folded <= entry.rows[1]
+            assert entry.listed in (None, variant.masked)
+            assert entry.own is not False or not variant.own
+
+
+def test_the_variants_are_what_a_kernel_can_be_asked_for() -> None:
+    rows = variants(next(entry for entry in TABLE if entry.kernel == "rows"))
+    assert {v.wanted for v in rows.values()} == {"", "q", "kv", "k", "v", "qk", "qv"}
+    assert {(v.T > 1, v.G > 1) for v in rows.values()} == {(a, b) for a in (False, True) for b in (False, True)}
+    one_pass = variants(next(entry for entry in TABLE if entry.kernel == "one_pass"))
+    assert {v.wanted for v in one_pass.values()} == {"", "KV", "K", "V", "qK", "qV"}
+    assert {v.strides for v in one_pass.values()} == {"heads", "unlike", "odd"}
+    assert not any(v.own or v.key_mask for v in one_pass.values())
 
 
 @pytest.fixture
 def small_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_attention_tiles, "DEVICE", "cpu")
     monkeypatch.setattr(check_attention_tiles, "PROGRAMS", 2)
-    monkeypatch.setattr(check_attention_tiles, "_lengths", lambda entry: [(1, 2, 5, 3), (2, 1, 9, 0)])
+    monkeypatch.setattr(check_attention_tiles, "_num_queries", lambda entry, variant: 3)
+    monkeypatch.setattr(check_attention_tiles, "_context_lengths", lambda entry: [20])
+
+
+WIDE = [(i, entry) for i, entry in enumerate(TABLE) if entry.wide and 16 in entry.heads]
 
 
 @pytest.mark.usefixtures("small_checks")
-@pytest.mark.parametrize("kernel", ["forward", "rows", "one_pass", "keys"])
-def test_a_right_tile_passes(kernel: str) -> None:
-    number = next(i for i, entry in enumerate(TABLE) if entry.wide and entry.kernel == kernel)
-    if kernel in ("one_pass", "keys"):  # kernels of calls without own keys
-        check_attention_tiles._compare(Check(number, 16, "float32", True), torch.float32, (1, 2, 1, 9, 0, 20))
-    else:
-        assert check_attention_tiles.run(Check(number, 16, "float32", True)) is None
+@pytest.mark.parametrize(
+    "check",
+    [Check(i, 16, "float32", name) for i, entry in WIDE for name in variants(entry)],
+    ids=lambda check: f"{TABLE[check.entry].kernel}: {check.variant}",
+)
+def test_a_right_tile_passes(check: Check) -> None:
+    assert check_attention_tiles.run(check) is None
 
 
 @pytest.mark.usefixtures("small_checks")
 def test_a_wrong_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    number = next(i for i, entry in enumerate(TABLE) if entry.wide and entry.kernel == "rows")
+    number = next(i for i, entry in WIDE if entry.kernel == "rows")
     right = check_attention_tiles.run_backward
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -175,9 +194,9 @@ def test_a_wrong_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return (dq, *rest)
 
     monkeypatch.setattr(check_attention_tiles, "run_backward", wrong)
-    message = check_attention_tiles.run(Check(number, 16, "float32", False))
+    message = check_attention_tiles.run(Check(number, 16, "float32", "no mask"))
     assert message is not None
-    assert message.startswith("T 1 G 2 Lq 5 Lk 3 Lc ")
+    assert message.startswith("Lq 3 Lc 20: ")
     assert "dq: relative RMS error" in message
 
 

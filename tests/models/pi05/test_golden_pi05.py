@@ -1,8 +1,12 @@
-"""Does our network compute what lerobot computes? Loss, every gradient and sampled actions of stored tiny networks."""
+"""Does our network compute what lerobot computes? Loss, every gradient and sampled actions of stored tiny networks.
+
+On a GPU the expert's attention runs the Triton kernels.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from soma_lightning.attention import attention_implementation
 from soma_lightning.models.pi05.checkpoint import load_weights, own_name, read_config, save_weights, write_config
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.model import PI05Model
@@ -25,9 +30,21 @@ GRADIENT_TOLERANCE = 5e-6  # relative, by tensor
 ACTION_TOLERANCE = {"float32": 5e-6, "bfloat16": 1e-2}
 
 
-def load_case(name: str) -> tuple[PI05Model, dict[str, Tensor], dict[str, str]]:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device of a test's networks."""
+    if request.param == "cpu":
+        yield "cpu"
+        return
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    with attention_implementation("kernel"):
+        yield "cuda"
+
+
+def load_case(name: str, place: str) -> tuple[PI05Model, dict[str, Tensor], dict[str, str]]:
     file = GOLDENS / f"case_{name}.safetensors"
-    tensors = load_file(file)
+    tensors = load_file(file, place)
     with safe_open(file, "pt") as opened:
         settings: dict[str, str] = opened.metadata()
     horizon = tensors["actions"].shape[1]
@@ -36,7 +53,7 @@ def load_case(name: str) -> tuple[PI05Model, dict[str, Tensor], dict[str, str]]:
     )
     model = PI05Model(config)
     load_weights(model, GOLDENS / "network.safetensors")
-    return model, tensors, settings
+    return model.to(place), tensors, settings
 
 
 def encode(model: PI05Model, tensors: dict[str, Tensor], *, compact: bool = True) -> PrefixCache:
@@ -53,8 +70,8 @@ def golden_loss(model: PI05Model, tensors: dict[str, Tensor], settings: dict[str
 
 
 @pytest.mark.parametrize("name", FP32_CASES)
-def test_loss_and_every_gradient_equal_lerobot(name: str) -> None:
-    model, tensors, settings = load_case(name)
+def test_loss_and_every_gradient_equal_lerobot(name: str, place: str) -> None:
+    model, tensors, settings = load_case(name, place)
     losses, loss = golden_loss(model, tensors, settings)
     loss.backward()
     assert abs(loss.item() - tensors["loss"].item()) <= LOSS_TOLERANCE
@@ -78,16 +95,16 @@ def test_loss_and_every_gradient_equal_lerobot(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*FP32_CASES, "bfloat16"])
 @pytest.mark.parametrize("compact", [True, False])
-def test_sampled_actions_equal_lerobot(name: str, compact: bool) -> None:
-    model, tensors, settings = load_case(name)
+def test_sampled_actions_equal_lerobot(name: str, compact: bool, place: str) -> None:
+    model, tensors, settings = load_case(name, place)
     actions = model.sample_actions(encode(model, tensors, compact=compact), tensors["sampling_noise"], num_steps=10)
     assert actions.dtype == torch.float32
     error = (actions - tensors["sampled"]).abs().max().item()
     assert error <= ACTION_TOLERANCE[settings["dtype"]]
 
 
-def test_bfloat16_islands_give_lerobots_loss_and_gradient_dtypes() -> None:
-    model, tensors, settings = load_case("bfloat16")
+def test_bfloat16_islands_give_lerobots_loss_and_gradient_dtypes(place: str) -> None:
+    model, tensors, settings = load_case("bfloat16", place)
     _, loss = golden_loss(model, tensors, settings)
     loss.backward()
     assert abs(loss.item() / tensors["loss"].item() - 1.0) <= 1e-2
