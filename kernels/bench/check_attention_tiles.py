@@ -113,6 +113,8 @@ def variants(entry: Entry) -> dict[str, Variant]:
             continue
         if entry.listed is not None and name == "no mask":
             continue
+        if entry.aligned and variant.strides == "odd":
+            continue
         if entry.own is True and name == "no own keys":
             continue
         masked = variant.masked and entry.listed is not False

@@ -24,24 +24,39 @@ FACTOR_OVER_TORCH = 2.0
 ELEMENT_FACTOR = 16.0
 
 
-def relative_rms(got: Tensor, reference: Tensor) -> float:
-    """rms(got - reference) / rms(reference) in float64; the plain RMS error where the reference is all zero."""
+def relative_rms(got: Tensor, reference: Tensor, terms: Tensor | None = None) -> float:
+    """rms(got - reference) / rms(reference) in float64; the plain RMS error where the reference is all zero.
+
+    terms: relative to its RMS instead, where that is larger.
+    """
     got, reference = got.detach().double().cpu(), reference.detach().double().cpu()
-    if got.numel() == 0:
-        return 0.0
-    scale = reference.square().mean().sqrt().item()
-    return (got - reference).square().mean().sqrt().item() / (scale or 1.0)
+    return _rms(got - reference) / (_size(reference, terms) or 1.0)
+
+
+def _size(reference: Tensor, terms: Tensor | None) -> float:
+    return max(_rms(reference), 0.0 if terms is None else _rms(terms))
+
+
+def _rms(x: Tensor) -> float:
+    return x.detach().double().square().mean().sqrt().item() if x.numel() else 0.0
 
 
 def assert_close(
-    name: str, got: Tensor, reference: Tensor, torch_result: Tensor | None = None, *, slack: float = 1.0
+    name: str,
+    got: Tensor,
+    reference: Tensor,
+    torch_result: Tensor | None = None,
+    *,
+    slack: float = 1.0,
+    terms: Tensor | None = None,
 ) -> None:
     """Raises AssertionError naming the tensor when `got` is worse than its dtype allows.
 
     got: the result under test. reference: float64, same shape, computed independently. torch_result: plain torch's
     answer in the dtype of `got`; our error may then be FACTOR_OVER_TORCH times torch's, or one final rounding if torch
-    happens to be closer than that. slack: factor of the limit without torch_result. Non-finite values must sit where
-    the reference has the same ones.
+    happens to be closer than that. slack: factor of the limit without torch_result. terms: where the result is a
+    difference of large numbers, one of them; errors are then relative to it if it is larger than the reference.
+    Non-finite values must sit where the reference has the same ones.
     """
     if reference.dtype != torch.float64:
         raise ValueError(f"{name}: the reference must be float64, got {reference.dtype}")
@@ -58,12 +73,13 @@ def assert_close(
         )
     ours, truth = ours[finite], truth[finite]
     by_torch = None if torch_result is None else torch_result.detach().double().cpu()[finite]
-    limit = (slack if by_torch is None else 1.0) * _limit(got.dtype, truth, by_torch)
-    error = relative_rms(ours, truth)
+    terms = None if terms is None else terms.cpu()[finite]
+    limit = (slack if by_torch is None else 1.0) * _limit(got.dtype, truth, by_torch, terms)
+    error = relative_rms(ours, truth, terms)
     if error > limit:
         raise AssertionError(f"{name}: relative RMS error {error:.3e} exceeds {limit:.3e} ({got.dtype})")
     if truth.numel():
-        rms = truth.square().mean().sqrt()
+        rms = torch.tensor(_size(truth, terms), dtype=torch.float64)
         share = (ours - truth).abs() / (truth.abs() + rms + (rms == 0))
         if share.max().item() > ELEMENT_FACTOR * limit:
             worst = int(share.argmax())
@@ -73,11 +89,11 @@ def assert_close(
             )
 
 
-def _limit(dtype: torch.dtype, truth: Tensor, torch_result: Tensor | None) -> float:
+def _limit(dtype: torch.dtype, truth: Tensor, torch_result: Tensor | None, terms: Tensor | None) -> float:
     if torch_result is None:
         return TOLERANCE[dtype]
     # A correctly rounded result has a relative RMS error of about a quarter of the dtype's epsilon.
-    return max(FACTOR_OVER_TORCH * relative_rms(torch_result, truth), torch.finfo(dtype).eps / 4)
+    return max(FACTOR_OVER_TORCH * relative_rms(torch_result, truth, terms), torch.finfo(dtype).eps / 4)
 
 
 def _at(wrong: Tensor) -> str:

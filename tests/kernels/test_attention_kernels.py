@@ -125,8 +125,13 @@ def leaves(x: Inputs, wanted: tuple[str, ...], dtype: torch.dtype | None = None)
     }
 
 
-def plain(x: Inputs, masks: tuple[Tensor | None, Tensor | None], scale: float) -> Tensor:
-    """Attention as plain torch writes it, in the dtype of q: keys repeated and joined, scores and softmax stored."""
+def plain(
+    x: Inputs, masks: tuple[Tensor | None, Tensor | None], scale: float, *, normalizer_moves: bool = True
+) -> Tensor:
+    """Attention as plain torch writes it, in the dtype of q: keys repeated and joined, scores and softmax stored.
+
+    Where the sum of a softmax does not move, scores get P * dP as gradients, and not the difference P * (dP - dO . O).
+    """
     q = x["q"]
     assert q is not None
     N, Hq = q.shape[:2]
@@ -141,16 +146,24 @@ def plain(x: Inputs, masks: tuple[Tensor | None, Tensor | None], scale: float) -
         readable.append(mask.repeat_interleave(T, 0))
     mask = torch.cat(readable, 1)[:, None, None]
     scores = (q @ torch.cat(keys, 2).mT * scale).masked_fill(~mask, -torch.inf)
-    probs = torch.softmax(scores, -1).masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    if normalizer_moves:
+        probs = torch.softmax(scores, -1).masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    else:
+        total = scores.detach().logsumexp(-1, keepdim=True)
+        probs = (scores - total.where(total > -torch.inf, 0.0)).exp()
     return probs @ torch.cat(values, 2)
 
 
 class Result(NamedTuple):
-    """One output or gradient of the kernels, the float64 reference's and plain torch's in the same dtype."""
+    """One output or gradient of the kernels, the float64 reference's and plain torch's in the same dtype.
+
+    terms: float64, what a gradient is before the part of it is taken away that the softmax's sum adds.
+    """
 
     ours: Tensor
     truth: Tensor
     by_torch: Tensor
+    terms: Tensor
 
 
 def results(
@@ -178,28 +191,26 @@ def results(
     true_grads = torch.autograd.grad(truth, [exact[name] for name in wanted], grad_out.double())
     by_torch = plain(peer, masks, factor)
     torch_grads = torch.autograd.grad(by_torch, [peer[name] for name in wanted], grad_out)
-    names = ("out", *(f"d{name}" for name in wanted))
-    columns = zip((out.detach(), *grads), (truth.detach(), *true_grads), (by_torch.detach(), *torch_grads), strict=True)
-    return {name: Result(*column) for name, column in zip(names, columns, strict=True)}
+    apart = leaves(x, wanted, torch.float64)
+    still = plain(apart, masks, factor, normalizer_moves=False)
+    terms = torch.autograd.grad(still, [apart[name] for name in wanted], grad_out.double())
+    found = {"out": Result(out.detach(), truth.detach(), by_torch.detach(), truth.detach())}
+    columns = zip(grads, true_grads, torch_grads, terms, strict=True)
+    return found | {f"d{name}": Result(*column) for name, column in zip(wanted, columns, strict=True)}
 
 
 def assert_as_good(found: dict[str, Result]) -> None:
-    """Each within its dtype's tolerance, or within twice plain torch's error where that is larger (nearly cancelling
-    sums). Gradients get 1.5 times the tolerance: see docs/numerics.md. Where the truth vanishes (one readable key
-    leaves no gradient for q and k), ours must vanish beside the terms that were summed."""
+    """Each within its dtype's tolerance, or within twice plain torch's error where that is larger.
+
+    Gradients get 1.5 times the tolerance, and are measured by the terms whose difference they are: docs/numerics.md."""
     assert len(found) > 1, "an output and at least one gradient"
-    for name, (ours, truth, by_torch) in found.items():
+    for name, (ours, truth, by_torch, terms) in found.items():
         assert ours.dtype == by_torch.dtype, name
         slack = 1.0 if name == "out" else GRADIENT_SLACK
-        tolerance = slack * TOLERANCE[ours.dtype]
-        if truth.numel() and truth.abs().max() < 1e-12:
-            terms = found["out"].ours.numel() / (ours.shape[0] * ours.shape[1] * ours.shape[3])
-            assert ours.abs().max().item() <= 8 * tolerance * max(1.0, terms / 64) ** 0.5, name
-            continue
-        if FACTOR_OVER_TORCH * relative_rms(by_torch, truth) > tolerance:
-            assert_close(name, ours, truth, by_torch)
+        if FACTOR_OVER_TORCH * relative_rms(by_torch, truth, terms) > slack * TOLERANCE[ours.dtype]:
+            assert_close(name, ours, truth, by_torch, terms=terms)
         else:
-            assert_close(name, ours, truth, slack=slack)
+            assert_close(name, ours, truth, slack=slack, terms=terms)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -704,12 +715,24 @@ def test_the_table_has_a_tile_for_every_call() -> None:
     for kernel, D, dtype, rows, keys in itertools.product(
         ("forward", "rows", "keys"), range(16, 257), KERNEL_DTYPES, (1, 16, 17, 64, 96, 97, 5000), (1, 64, 65, 4000)
     ):
-        for own, listed in itertools.product((False, True), repeat=2):
-            tile = find_tile(kernel, D, dtype, rows=rows, keys=keys, own=own, listed=listed)  # type: ignore[arg-type]
-            assert tile is not None, (kernel, D, dtype, rows, keys, own, listed)
+        for own, listed, aligned in itertools.product((False, True), repeat=3):
+            facts = {"own": own, "listed": listed, "aligned": aligned}
+            tile = find_tile(kernel, D, dtype, rows=rows, keys=keys, **facts)  # type: ignore[arg-type]
+            assert tile is not None, (kernel, D, dtype, rows, keys, facts)
             assert tile.width + tile.rest >= D
             assert not (own and tile.rest)
             assert max(tile.keys, tile.own_keys) <= PAD
+
+
+def test_narrow_parts_of_a_head_and_of_own_keys_stay_out_of_what_compiles_wrongly() -> None:
+    """See the head of tiles.py. Found on an H200: illegal addresses, and dk alone off by a factor."""
+    for entry in TABLE:
+        assert not entry.tile.rest or entry.aligned
+        assert entry.wide or entry.kernel != "rows" or entry.tile.own_keys == 64
+    for kernel, rows in (("forward", 64), ("one_pass", 64)):
+        tile = find_tile(kernel, 96, torch.bfloat16, rows=rows, keys=300, aligned=False)  # type: ignore[arg-type]
+        assert tile is not None
+        assert (tile.width, tile.rest) == (128, 0)
 
 
 def test_one_pass_tiles_hold_their_rows() -> None:

@@ -109,8 +109,16 @@ class Call(NamedTuple):
         given = dict(self.tiles)
         if given:
             return given.get(kernel)
-        own = sizes.Lk > 0
-        return find_tile(kernel, sizes.D, self.dtype, rows=sizes.rows, keys=sizes.Lc, own=own, listed=is_listed)
+        return find_tile(
+            kernel,
+            sizes.D,
+            self.dtype,
+            rows=sizes.rows,
+            keys=sizes.Lc,
+            own=sizes.Lk > 0,
+            listed=is_listed,
+            aligned=alignment(self.dtype, *self.layouts) > 1,
+        )
 
     def prepared(self, kernel: object, tile: Tile, constants: tuple[object, ...]) -> Prepared:
         return Prepared(

@@ -181,8 +181,15 @@ def _plan(
         for shape, stride in zip((q, k, k, ck, ck, q), strides, strict=True)
     ]
     rows = [row_strides(*layout) for layout in of]
-    own = sizes.Lk > 0
-    tile = tile or find_tile("forward", sizes.D, dtype, rows=sizes.rows, keys=sizes.Lc, own=own, listed=is_listed)
+    own, align = sizes.Lk > 0, alignment(dtype, *rows)
+    tile = tile or find_tile(
+        *("forward", sizes.D, dtype),
+        rows=sizes.rows,
+        keys=sizes.Lc,
+        own=own,
+        listed=is_listed,
+        aligned=align > 1,
+    )
     assert tile is not None, "the table has a forward tile for every call"
     assert not (own and tile.rest), "own keys are read in one piece"
     assert tile.keys <= PAD
@@ -191,7 +198,7 @@ def _plan(
         *(sizes.D, tile.width, tile.rest, tile.rows, tile.keys, tile.own_keys),
         *(own, has_key_mask, is_listed, tile.one_block, sizes.T > 1, sizes.G > 1),
         *(rows[0] == rows[5], rows[3] == rows[4]),
-        *(alignment(dtype, *rows), precision(dtype)),
+        *(align, precision(dtype)),
     )
     kernel = Prepared(
         attention_forward_kernel,

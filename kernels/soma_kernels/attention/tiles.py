@@ -1,10 +1,11 @@
 """Which sizes and launch options do the attention kernels run with? Only those that a GPU has confirmed.
 
-Triton 3.6 can compile some small matrix products on Hopper wrongly, without an error: five cases were found, all with
-one warpgroup, an operand that does not come through the pipelined loop, and a 16- or 32-wide product (so a head split
-into narrow parts, as 48 = 32 + 16, needs the loop). So nothing here is searched at run time.
-`kernels/bench/check_attention_tiles.py` runs every entry of TABLE at a full grid against float64, all gradients; a
-Triton version and GPU generation enter CHECKED when all of it is right there.
+Triton 3.6 can compile some small matrix products on Hopper wrongly, without an error: all cases found have one
+warpgroup, an operand that does not come through the pipelined loop, and a 16- or 32-wide product. So a head split into
+narrow parts, as 48 = 32 + 16, needs the loop and rows that load 16 bytes at a time, and the own keys of the backward
+take 64 at a time. The same tile may be right with one set of gradients and wrong with another, so nothing here is
+searched at run time. `kernels/bench/check_attention_tiles.py` runs every entry of TABLE in every variant that a call
+can ask for, at a full grid against float64; a Triton version and GPU generation enter CHECKED when all of it is right.
 
 To add a configuration: put an entry before the ones it should win over, run the script on the GPU, and keep it if it
 is right.
@@ -55,7 +56,7 @@ class Entry(NamedTuple):
     """Where a tile is used. heads, rows: first and last head size and number of folded queries; keys: most keys.
 
     wide: float32 inputs (True) or 16-bit ones. own: only calls with (True) or without own keys; None: both. listed:
-    likewise, with a list of the readable keys or without.
+    likewise, with a list of the readable keys or without. aligned: likewise, all rows at multiples of 16 bytes or not.
     """
 
     kernel: Kernel
@@ -66,8 +67,11 @@ class Entry(NamedTuple):
     own: bool | None = None
     wide: bool = False
     listed: bool | None = None
+    aligned: bool | None = None
 
-    def matches(self, kernel: Kernel, D: int, wide: bool, rows: int, keys: int, own: bool, listed: bool) -> bool:
+    def matches(
+        self, kernel: Kernel, D: int, wide: bool, rows: int, keys: int, own: bool, listed: bool, aligned: bool
+    ) -> bool:
         return (
             self.kernel == kernel
             and self.wide == wide
@@ -76,6 +80,7 @@ class Entry(NamedTuple):
             and keys <= self.keys
             and self.own in (None, own)
             and self.listed in (None, listed)
+            and self.aligned in (None, aligned)
         )
 
 
@@ -88,20 +93,24 @@ TABLE: tuple[Entry, ...] = (
     Entry("forward", (129, 256), (1, 96), Tile(64, 64, 4, 3, 256, own_keys=16), listed=True),
     Entry("forward", (129, 256), (1, 96), Tile(64, 64, 4, 2, 256, own_keys=16), listed=False),
     Entry("forward", (65, 96), (1, 16), Tile(16, 16, 1, 1, 128, one_block=True), keys=16, own=False),
-    Entry("forward", (96, 96), (65, _ANY), Tile(128, 32, 4, 4, 64, 32), own=False),
-    Entry("forward", (96, 96), (1, 64), Tile(64, 64, 4, 3, 64, 32), own=False),
+    Entry("forward", (96, 96), (65, _ANY), Tile(128, 32, 4, 4, 64, 32), own=False, aligned=True),
+    Entry("forward", (96, 96), (1, 64), Tile(64, 64, 4, 3, 64, 32), own=False, aligned=True),
     Entry("forward", (65, 128), (65, _ANY), Tile(128, 64, 4, 3, 128, own_keys=32)),
     Entry("forward", (65, 128), (1, 64), Tile(64, 64, 4, 3, 128)),
     Entry("forward", (16, 64), (1, _ANY), Tile(64, 64, 4, 1, 64, one_block=True), keys=64, own=False),
-    Entry("forward", (48, 48), (1, _ANY), Tile(64, 32, 4, 4, 32, 16), own=False),
+    Entry("forward", (48, 48), (1, _ANY), Tile(64, 32, 4, 4, 32, 16), own=False, aligned=True),
     Entry("forward", (16, 64), (1, _ANY), Tile(64, 32, 4, 3, 64)),
     Entry("rows", (129, 256), (97, _ANY), Tile(128, 32, 8, 2, 256)),
-    Entry("rows", (129, 256), (1, 96), Tile(64, 64, 4, 2, 256, own_keys=16)),
+    Entry("rows", (129, 256), (1, 96), Tile(64, 64, 4, 2, 256)),
     Entry("rows", (65, 128), (1, _ANY), Tile(64, 64, 4, 3, 128)),
     Entry("rows", (16, 64), (1, _ANY), Tile(64, 32, 4, 3, 64)),
-    Entry("one_pass", (96, 96), (1, 16), Tile(16, 16, 1, 1, 64, 32, max_registers=128, one_block=True), keys=16),
-    Entry("one_pass", (96, 96), (65, 80), Tile(64, 64, 4, 1, 64, 32, more_rows=16)),
-    Entry("one_pass", (96, 96), (1, 64), Tile(64, 64, 4, 2, 64, 32)),
+    Entry(
+        *("one_pass", (96, 96), (1, 16), Tile(16, 16, 1, 1, 64, 32, max_registers=128, one_block=True)),
+        keys=16,
+        aligned=True,
+    ),
+    Entry("one_pass", (96, 96), (65, 80), Tile(64, 64, 4, 1, 64, 32, more_rows=16), aligned=True),
+    Entry("one_pass", (96, 96), (1, 64), Tile(64, 64, 4, 2, 64, 32), aligned=True),
     Entry("one_pass", (65, 128), (1, 64), Tile(64, 64, 4, 2, 128)),
     Entry("one_pass", (16, 64), (1, 64), Tile(64, 64, 4, 1, 64, one_block=True), keys=64),
     Entry("one_pass", (16, 64), (33, 48), Tile(32, 64, 4, 3, 64, more_rows=16)),
@@ -121,11 +130,19 @@ TABLE: tuple[Entry, ...] = (
 
 @lru_cache(maxsize=4096)
 def find_tile(
-    kernel: Kernel, D: int, dtype: torch.dtype, *, rows: int, keys: int, own: bool = False, listed: bool = False
+    kernel: Kernel,
+    D: int,
+    dtype: torch.dtype,
+    *,
+    rows: int,
+    keys: int,
+    own: bool = False,
+    listed: bool = False,
+    aligned: bool = True,
 ) -> Tile | None:
     """The tile of a call with `rows` folded queries and at most `keys` keys in a segment; None if there is none."""
     wide = dtype == torch.float32
-    return next((e.tile for e in TABLE if e.matches(kernel, D, wide, rows, keys, own, listed)), None)
+    return next((e.tile for e in TABLE if e.matches(kernel, D, wide, rows, keys, own, listed, aligned)), None)
 
 
 def why_unsupported(facts: DeviceFacts, triton_version: str | None) -> str | None:
