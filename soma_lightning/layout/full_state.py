@@ -14,14 +14,16 @@ from torch.optim import Optimizer
 
 @torch.no_grad()
 def gather(tree: Any, *, keep: bool) -> Any:
-    """`tree` (dicts, lists and tuples) with every DTensor as a whole tensor on the CPU; other values as they are.
+    """`tree` (dicts, lists and tuples) with every tensor on the CPU, DTensors whole; other values as they are.
 
     A collective: every rank calls it with a tree of the same structure. One tensor is whole at a time; ranks with
-    keep=False hold none and get None in their places.
+    keep=False hold none and get None in their places, and plain tensors as they are.
     """
     if isinstance(tree, DTensor):
         whole = tree.full_tensor().detach()
         return whole.cpu() if keep else None
+    if isinstance(tree, Tensor):
+        return tree.cpu() if keep else tree
     if isinstance(tree, Mapping):
         items = {key: gather(value, keep=keep) for key, value in tree.items()}
         return items if type(tree) is dict else _like(tree, items)

@@ -76,7 +76,9 @@ def mesh_of(sizes: Sizes) -> DeviceMesh:
 def distributed_net(sizes: Sizes, *, dtype: torch.dtype = torch.float32, sums: bool = False) -> Net:
     mesh = mesh_of(sizes)
     torch.manual_seed(0)
-    net = Net().to(dtype)
+    with torch.device("cpu"):  # the same weights on every kind of device
+        net = Net()
+    net = net.to(DEVICE, dtype)
     if sizes[2] > 1:
         for block in net.blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
