@@ -26,7 +26,7 @@ Kernel = Literal["forward", "rows", "one_pass", "keys"]
 MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 256
 
 #: (Triton version, compute capability) on which every entry of TABLE has been checked.
-CHECKED: frozenset[tuple[str, tuple[int, int]]] = frozenset()
+CHECKED: frozenset[tuple[str, tuple[int, int]]] = frozenset({("3.6", (9, 0))})
 
 _ANY = 1 << 30
 
