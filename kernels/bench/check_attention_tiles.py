@@ -234,31 +234,48 @@ def _compare(check: Check, variant: Variant, Bc: int, Lq: int, Lc: int) -> None:
             return
         # The forward's results, without its kernel.
         out = torch.empty_like(x.q).copy_(truth.detach())
-        lse = _log_sum_exp(doubles, x, scale)
+        lse, with_fixed_sums = _with_fixed_sums(doubles, x, scale)
         tiles: dict[Kernel, Tile] = {entry.kernel: entry.tile}
         got = run_backward(x.do, *x[:5], x.key_mask, keys, out, lse, scale, needs, tiles=tiles)
     expected = torch.autograd.grad(truth, wanted, x.do.double())
+    terms = torch.autograd.grad(with_fixed_sums, wanted, x.do.double())
     names = [name for name, need in zip(Needs._fields, needs, strict=True) if need]
-    for name, grad, true in zip(names, [g for g in got if g is not None], expected, strict=True):
-        assert_close(f"d{name}", grad, true)
+    for name, grad, true, term in zip(names, [g for g in got if g is not None], expected, terms, strict=True):
+        assert_close(f"d{name}", grad, true, terms=term)
 
 
-def _log_sum_exp(doubles: Sequence[Tensor | None], x: _Inputs, scale: float) -> Tensor:
-    """Base-2 log-sum-exp [N, Hq, Lq] float32 of the scores; +inf where a query reads nothing."""
-    q, k, _, ck, _ = (None if y is None else y.detach() for y in doubles)
+def _scores(doubles: Sequence[Tensor | None], x: _Inputs, scale: float) -> Tensor:
+    """float64 scores [N, Hq, Lq, Lc + Lk], -inf where a key is masked."""
+    q, k, _, ck, _ = doubles
     assert q is not None
     assert ck is not None
     T, G = q.shape[0] // ck.shape[0], q.shape[1] // ck.shape[1]
     scores = q @ ck.repeat_interleave(T, 0).repeat_interleave(G, 1).mT * scale
     if x.mask is not None:
-        scores.masked_fill_(~x.mask.repeat_interleave(T, 0)[:, None, None], -torch.inf)
+        scores = scores.masked_fill(~x.mask.repeat_interleave(T, 0)[:, None, None], -torch.inf)
     if k is not None:
         own = q @ k.repeat_interleave(G, 1).mT * scale
         if x.key_mask is not None:
-            own.masked_fill_(~x.key_mask[:, None, None], -torch.inf)
+            own = own.masked_fill(~x.key_mask[:, None, None], -torch.inf)
         scores = torch.cat([scores, own], -1)
-    lse = scores.logsumexp(-1) * LOG2E
-    return torch.where(lse == -torch.inf, torch.inf, lse).float()
+    return scores
+
+
+def _with_fixed_sums(doubles: Sequence[Tensor | None], x: _Inputs, scale: float) -> tuple[Tensor, Tensor]:
+    """Base-2 log-sum-exp [N, Hq, Lq] float32, +inf where a query reads nothing; the output from it as a constant.
+
+    A score's gradient of that output is P dP, from which attention's takes P (dO . O): what errors are relative to.
+    """
+    scores = _scores(doubles, x, scale)
+    lse = scores.detach().logsumexp(-1)
+    lse = lse.where(lse > -torch.inf, torch.inf)
+    _, _, v, _, cv = doubles
+    assert cv is not None
+    T, G = scores.shape[0] // cv.shape[0], scores.shape[1] // cv.shape[1]
+    values = cv.repeat_interleave(T, 0).repeat_interleave(G, 1)
+    if v is not None:
+        values = torch.cat([values, v.repeat_interleave(G, 1)], 2)
+    return (lse * LOG2E).float(), (scores - lse[..., None]).exp() @ values
 
 
 def _work(numbers: list[int]) -> None:
