@@ -61,6 +61,7 @@ class AttentionResult:
     times: Mapping[str, Timing] | None = None
     errors: Mapping[str, float] | None = None
     extra: int | None = None
+    no_graph: str | None = None
 
     def median(self, key: str) -> float | None:
         """Median of one of `times`; None without it."""
@@ -70,7 +71,13 @@ class AttentionResult:
         """JSON-ready."""
         times = {key: timing_dict(timing) for key, timing in (self.times or {}).items()}
         errors = {key: significant(value) for key, value in (self.errors or {}).items()}
-        return {"name": self.name, "note": self.note, **times, "errors": errors, "extra_bytes": self.extra}
+        return {
+            "name": self.name,
+            "note": self.note or self.no_graph,
+            **times,
+            "errors": errors,
+            "extra_bytes": self.extra,
+        }
 
 
 @dataclass(frozen=True)
@@ -107,8 +114,13 @@ class AttentionRow:
         }
 
 
-def run(settings: AttentionSettings, *, say: Callable[[str], None]) -> tuple[float, list[AttentionRow]]:
-    """Bytes per second of a device copy, and one row for each case and layout.
+def run(
+    settings: AttentionSettings,
+    *,
+    say: Callable[[str], None],
+    keep: Callable[[float, list[AttentionRow]], None],
+) -> None:
+    """Gives `keep` bytes per second of a device copy and the rows so far, after each case and layout.
 
     Nothing is timed before ours has passed on everything: WrongResultError otherwise.
     """
@@ -116,11 +128,10 @@ def run(settings: AttentionSettings, *, say: Callable[[str], None]) -> tuple[flo
         say(f"checking {case.name}, {layout}")
         _gate(case, layout, settings.device)
     bandwidth = copy_bandwidth(settings.device, settings.budget)
-    rows = []
+    rows: list[AttentionRow] = []
     for case, layout in settings.combinations():
-        say(f"timing {case.name}, {layout}")
-        rows.append(_row(settings, case, layout, bandwidth))
-    return bandwidth, rows
+        rows.append(_row(settings, case, layout, bandwidth, say))
+        keep(bandwidth, rows)
 
 
 def _gate(case: AttentionCase, layout: Layout, device: torch.device) -> None:
@@ -159,12 +170,19 @@ def _against_truth(
     return {name: (got[name], named[name]) for name in got}
 
 
-def _row(settings: AttentionSettings, case: AttentionCase, layout: Layout, bandwidth: float) -> AttentionRow:
+def _row(
+    settings: AttentionSettings,
+    case: AttentionCase,
+    layout: Layout,
+    bandwidth: float,
+    say: Callable[[str], None],
+) -> AttentionRow:
     mask = mask_of(case, settings.device)
     readable = readable_keys(case, mask)
     floors: tuple[Floor, Floor] = (case.forward_floor(readable), case.backward_floor(readable))
     results = []
     for peer in ATTENTION_PEERS:
+        say(f"timing {case.name}, {layout}: {peer.name}")
         absent = peer.why_absent(case, settings.device)
         results.append(AttentionResult(peer.name, absent) if absent else _measure(settings, case, layout, peer, mask))
         gc.collect()
@@ -201,10 +219,15 @@ def _measure(
 
     device, budget = settings.device, settings.budget
     times = {"eager_both_ms": time_on_device(both, device, budget), "host_both_us": time_on_host(both, device, budget)}
-    extra = peak_extra_bytes(both, device)
+    extra, no_graph = peak_extra_bytes(both, device), None
     if device.type == "cuda":
-        times |= _graphed(forward, both, device, budget)
-    return AttentionResult(peer.name, note, times, errors, extra)
+        try:
+            times |= _graphed(forward, both, device, budget)
+        except RuntimeError as error:
+            if peer == OURS_ATTENTION:
+                raise
+            no_graph = f"no CUDA graph: {str(error).strip().splitlines()[0][:80]}"
+    return AttentionResult(peer.name, note, times, errors, extra, no_graph)
 
 
 def _graphed(

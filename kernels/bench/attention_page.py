@@ -118,10 +118,11 @@ def _peers(rows: Sequence[AttentionRow]) -> str:
         for name in names:
             peer = next(p for p in row.peers if p.name == name)
             mark = ""
-            if peer.note is not None:
-                if peer.note not in notes:
-                    notes.append(peer.note)
-                mark = f" [{notes.index(peer.note) + 1}]"
+            note = peer.note or peer.no_graph
+            if note is not None:
+                if note not in notes:
+                    notes.append(note)
+                mark = f" [{notes.index(note) + 1}]"
             times = f"{_us(peer, 'graph_forward_ms')} / {_us(peer, 'graph_both_ms')}" if peer.times else NOTHING
             line.append(times + mark)
         lines.append(line)

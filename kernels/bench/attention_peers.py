@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -135,24 +133,19 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return out
 
 
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
-
-
 def _flex(mask: Tensor | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
     block: BlockMask | None = None
+    torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled
+    compiled = torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nonlocal block
         if mask is not None and block is None:
             rows = mask[:, 0, 0]
             block = create_block_mask(lambda b, h, i, j: rows[b, j], q.shape[0], None, q.shape[2], k.shape[2], q.device)
-        out: Tensor = _compiled_flex()(q, k, v, block_mask=block, enable_gqa=q.shape[1] != k.shape[1])
+        out: Tensor = compiled(q, k, v, block_mask=block, enable_gqa=q.shape[1] != k.shape[1])
         return out
 
     return call

@@ -111,8 +111,10 @@ def timing_dict(timing: Timing) -> dict[str, Any]:
     }
 
 
-def run(settings: Settings, *, say: Say, build_ours: BuildOurs | None = None) -> tuple[float, list[Row]]:
-    """Bytes per second of a device copy, and one row for each set and case.
+def run(
+    settings: Settings, *, say: Say, keep: Callable[[float, list[Row]], None], build_ours: BuildOurs | None = None
+) -> None:
+    """Gives `keep` bytes per second of a device copy and the rows so far, after each set and case.
 
     Nothing is timed before everything has passed the gate: WrongResultError otherwise. build_ours: another step under
     test in place of FusedAdamW, for checking the gate.
@@ -120,13 +122,13 @@ def run(settings: Settings, *, say: Say, build_ours: BuildOurs | None = None) ->
     combinations = settings.combinations()
     verdicts = [_gate(settings, *combination, say, build_ours) for combination in combinations]
     bandwidth = copy_bandwidth(settings.device, settings.budget)
-    rows = []
+    rows: list[Row] = []
     for (parameter_set, case), verdict in zip(combinations, verdicts, strict=True):
         floor_ms = parameter_set.parameters * case.floor_bytes_per_element() / bandwidth * 1e3
         say(f"timing {parameter_set.name}, {case.name}")
         rows.append(Row(parameter_set, case, floor_ms, verdict, _measure(settings, parameter_set, case)))
         _free(settings.device)
-    return bandwidth, rows
+        keep(bandwidth, rows)
 
 
 def _gate(

@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:kernels python kernels/bench/run.py optim --out docs/benchmarks
 
-writes `optimizer.json` and `optimizer.md` into the folder and prints a short table last; `attention` in its place does
-the same for attention. Exit status 1, and no times, when a result is wrong; 2 for a wrong argument. Without a GPU:
-`--sets tiny_dense,tiny_many,tiny_shards` and `--cases tiny_two,tiny_own,tiny_context`.
+writes `optimizer.json` and `optimizer.md` into the folder, anew after each row, and prints a short table last;
+`attention` in its place does the same for attention. Exit status 1, and no times, when a result is wrong; 2 for a wrong
+argument. Without a GPU: `--sets tiny_dense,tiny_many,tiny_shards` and `--cases tiny_two,tiny_own,tiny_context`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,37 +42,37 @@ def main(arguments: Sequence[str] | None = None, *, build_ours: BuildOurs | None
         make_folder(chosen.out)
     except ValueError as error:
         parser.error(str(error))
+    is_attention = isinstance(settings, attention.AttentionSettings)
+    pages: Any = attention_page if is_attention else optim_page
     facts = environment(settings.device, commit=commit, command=f"{LAUNCH} {shlex.join(arguments)}")
-    begin = time.perf_counter()
+    begin, table = time.perf_counter(), ""
 
     def say(line: str) -> None:
         print(f"[{time.perf_counter() - begin:6.1f} s] {line}", file=sys.stderr, flush=True)
 
+    def keep(bandwidth: float, rows: Sequence[Any]) -> None:
+        """Writes what there is, so that a run that is ended early has it."""
+        nonlocal table
+        result = {
+            "what": "attention over a shared context" if is_attention else "clipped AdamW step",
+            "environment": facts,
+            "implementation": attention_path(settings.device) if is_attention else settings.implementation,  # type: ignore[union-attr]
+            "copy_bytes_per_second": bandwidth,
+            "seconds": round(time.perf_counter() - begin, 1),
+            "rows": [row.to_dict() for row in rows],
+        }
+        write_json(chosen.out / f"{chosen.name}.json", result)
+        write_text(chosen.out / f"{chosen.name}.md", pages.page(facts, bandwidth, rows))
+        table = pages.short_table(bandwidth, rows)
+
     try:
         if isinstance(settings, attention.AttentionSettings):
-            bandwidth, attention_rows = attention.run(settings, say=say)
-            name, what, implementation = chosen.name, "attention over a shared context", attention_path(settings.device)
-            content = [row.to_dict() for row in attention_rows]
-            page = attention_page.page(facts, bandwidth, attention_rows)
-            table = attention_page.short_table(bandwidth, attention_rows)
+            attention.run(settings, say=say, keep=keep)
         else:
-            bandwidth, rows = optim.run(settings, say=say, build_ours=build_ours)
-            name, what, implementation = "optimizer", "clipped AdamW step", settings.implementation
-            content = [row.to_dict() for row in rows]
-            page, table = optim_page.page(facts, bandwidth, rows), optim_page.short_table(bandwidth, rows)
+            optim.run(settings, say=say, keep=keep, build_ours=build_ours)
     except WrongResultError as error:
         print(f"wrong result, no times: {error}", file=sys.stderr)
         return 1
-    result = {
-        "what": what,
-        "environment": facts,
-        "implementation": implementation,
-        "copy_bytes_per_second": bandwidth,
-        "seconds": round(time.perf_counter() - begin, 1),
-        "rows": content,
-    }
-    write_json(chosen.out / f"{name}.json", result)
-    write_text(chosen.out / f"{name}.md", page)
     print(table)
     return 0
 
@@ -91,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     attend.add_argument("--cases", default="all", help=f"all, or a list of: {cases}")
     attend.add_argument("--layouts", default="all", help=f"all, or a list of: {', '.join(LAYOUTS)}")
     attend.add_argument("--quick", action="store_true", help="fewer repeats")
-    attend.add_argument("--name", default="attention", help="of the two files, for runs that share a folder")
-    for command in (optimizer, attend):
+    for command, name in ((optimizer, "optimizer"), (attend, "attention")):
+        command.add_argument("--name", default=name, help="of the two files, for runs that share a folder")
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         command.add_argument("--commit", help="what the result says; default: asked from git")
     return parser

@@ -55,7 +55,7 @@ def assert_close(
     got: the result under test. reference: float64, same shape, computed independently. torch_result: plain torch's
     answer in the dtype of `got`; our error may then be FACTOR_OVER_TORCH times torch's, or one final rounding if torch
     happens to be closer than that. slack: factor of the limit without torch_result. terms: where the result is a
-    difference of large numbers, one of them; errors are then relative to it if it is larger than the reference.
+    difference of large numbers, one of them; errors are then relative to it where it is larger than the reference.
     Non-finite values must sit where the reference has the same ones.
     """
     if reference.dtype != torch.float64:
@@ -80,7 +80,8 @@ def assert_close(
         raise AssertionError(f"{name}: relative RMS error {error:.3e} exceeds {limit:.3e} ({got.dtype})")
     if truth.numel():
         rms = torch.tensor(_size(truth, terms), dtype=torch.float64)
-        share = (ours - truth).abs() / (truth.abs() + rms + (rms == 0))
+        element = truth.abs() if terms is None else torch.maximum(truth.abs(), terms.double().abs())
+        share = (ours - truth).abs() / (element + rms + (rms == 0))
         if share.max().item() > ELEMENT_FACTOR * limit:
             worst = int(share.argmax())
             raise AssertionError(
