@@ -4,8 +4,8 @@
 
 trains the same networks with each contender, two processes at a time, and writes `sharded.json` and `sharded.md`.
 Losses, gradient norms and moments must agree before any time is shown; exit status 1 if they do not. A contender that
-fails or runs out of memory is a row that says why. `--size tiny` runs on the CPU over gloo in seconds.
-NCCL_NVLS_ENABLE=0 (no multicast over NVLink) is set for the ranks unless the environment says otherwise.
+fails or runs out of memory is a row that says why. `--size tiny` runs in seconds, with `--device cpu` over gloo.
+Multicast over NVLink stays off (NCCL_NVLS_ENABLE=0) unless the environment says otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from bench.gate import WrongResultError
 from bench.report import current_commit, environment, make_folder, write_json, write_text
 from bench.sharded_contenders import BASELINES, CONTENDERS, DEFAULT_CONTENDERS
-from bench.sharded_jobs import run_waves
+from bench.sharded_jobs import NO_MULTICAST, run_waves
 from bench.sharded_models import MODELS
 from bench.sharded_page import Section, page, short_table
 from bench.sharded_results import check, results_of, told, without_lonely
@@ -37,7 +37,7 @@ STEPS = {
     "tiny": Steps(checked=4, timed=4, counted=2, profiled=1),
 }
 #: Models of a run that names none, and who is compared on a model of which only that matters.
-DEFAULT_MODELS = ("pi05", "transformer", "interleaved")
+DEFAULT_MODELS = ("pi05", "interleaved", "transformer")
 ONLY = {"interleaved": ("model_parallel", "somaspeed")}
 
 
@@ -87,19 +87,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     chosen = parser.parse_args(arguments)
-    device = "cpu" if chosen.size == "tiny" else "cuda"
-    if device == "cuda" and torch.cuda.device_count() < RANKS:
-        parser.error(f"this machine has {torch.cuda.device_count()} CUDA devices, {RANKS} are needed; use --size tiny")
+    device = chosen.device
     try:
-        _check_names(chosen)
+        _check(chosen)
         commit = chosen.commit or current_commit()
         make_folder(chosen.out)
     except ValueError as error:
         parser.error(str(error))
     facts = environment(torch.device(device), commit=commit, command=f"{LAUNCH} {shlex.join(arguments)}")
-    multicast = os.environ.get("NCCL_NVLS_ENABLE", "0")
-    facts["devices"] = str(RANKS) if device == "cuda" else "one"
-    facts["backend"] = f"NCCL with NCCL_NVLS_ENABLE={multicast}" if device == "cuda" else "gloo"
+    if device == "cuda":
+        multicast = os.environ.get("NCCL_NVLS_ENABLE", NO_MULTICAST["NCCL_NVLS_ENABLE"])
+        facts |= {"devices": str(RANKS), "backend": f"NCCL with NCCL_NVLS_ENABLE={multicast}"}
+    else:
+        facts["backend"] = "gloo"
     try:
         sections = measure(chosen, device)
     except WrongResultError as error:
@@ -116,7 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_names(chosen: argparse.Namespace) -> None:
+def _check(chosen: argparse.Namespace) -> None:
+    devices = torch.cuda.device_count()
+    if chosen.device == "cuda" and devices < RANKS:
+        raise ValueError(f"this machine has {devices} CUDA devices, {RANKS} are needed; use --size tiny --device cpu")
+    if chosen.device == "cpu" and chosen.size == "full":
+        raise ValueError("the full size on a CPU would say nothing; use --size tiny")
     for what, names, known in (
         ("--models", chosen.models, MODELS[chosen.size]),
         ("--contenders", chosen.contenders or (), CONTENDERS),
@@ -137,7 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder for sharded.json and sharded.md")
     parser.add_argument("--models", type=_names, default=list(DEFAULT_MODELS), help="default: all")
     parser.add_argument("--contenders", type=_names, help=f"default: {','.join(DEFAULT_CONTENDERS)}")
-    parser.add_argument("--size", choices=tuple(MODELS), default="full", help="tiny: on the CPU, for a quick look")
+    parser.add_argument("--size", choices=tuple(MODELS), default="full", help="tiny: for a quick look")
+    device = "cuda" if torch.cuda.device_count() >= RANKS else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--seconds", type=float, default=290.0, help="no contender is started after so many")
     parser.add_argument("--commit", help="what the result says; default: asked from git")
     return parser

@@ -222,4 +222,4 @@ _ALL = (
 CONTENDERS = {contender.name: contender for contender in _ALL if contender.baseline}
 BASELINES = {contender.name: contender for contender in _ALL if not contender.baseline}
 #: What is compared unless somebody asks for others.
-DEFAULT_CONTENDERS = ("ddp", "somaspeed", "somaspeed_keep", "somaspeed_replicate", "fsdp", "model_parallel")
+DEFAULT_CONTENDERS = ("ddp", "somaspeed", "model_parallel", "fsdp", "somaspeed_replicate", "somaspeed_keep")

@@ -24,6 +24,8 @@ from bench.sharded_worker import Job
 
 #: Starts a rank; the paths of its job and of its result follow.
 WORKER = (sys.executable, "-m", "bench.sharded_worker")
+#: No multicast over NVLink: where hosts are shared, it can put GPUs out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 #: Seconds that one contender may take from its turn on.
 JOB_SECONDS = 150.0
 #: Characters of a reason on the page.
@@ -111,9 +113,8 @@ def _free_port() -> int:
 
 def _environment(job: Job, rank: int, place: int, port: int) -> dict[str, str]:
     """As torchrun sets it; a job of one process gets the device at `place` and no ranks."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    environment = {**NO_MULTICAST, **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     environment.setdefault("OMP_NUM_THREADS", "1")
-    environment.setdefault("NCCL_NVLS_ENABLE", "0")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         environment.pop(name, None)
     if job.world == 1:

@@ -163,7 +163,9 @@ def _norm_sentence(section: Section) -> str:
         alone = result.reports[0]["norm_alone_us"]
         if result.norm_us and alone is not None:
             inside = statistics.median(result.norm_us)
-            parts.append(f"{result.contender.name} {inside:.0f} us in a step, {alone:.0f} us by itself")
+            parts.append(
+                f"{result.contender.name} {inside:.0f} us in a step, {alone:.0f} us back to back on an idle device"
+            )
     bandwidth = next((b for r in section.ran if (b := r.reports[0]["gather_bytes_per_second"])), None)
     link = "" if bandwidth is None else f" All-gathers of 256 MiB a rank receive {bandwidth / 1e9:.0f} GB/s."
     return f"The sum of the gradient norm over the ranks: {'; '.join(parts)}.{link}" if parts else ""

@@ -115,8 +115,9 @@ def _gathering(original: Callable[..., Any], traffic: Traffic) -> Callable[..., 
 
 def _holding(original: Callable[..., Any], sharded: list[Any], traffic: Traffic) -> Callable[..., Any]:
     def call(*args: Any, **named: Any) -> Any:
-        held = sum(_frozen_bytes(group.fsdp_params) for group in sharded if group.is_unsharded)
-        traffic.frozen_held = max(traffic.frozen_held, held)
+        # A gather that nobody waited for holds its buffer, too.
+        held = [g.fsdp_params for g in sharded if g.is_unsharded or g._all_gather_result is not None]
+        traffic.frozen_held = max(traffic.frozen_held, sum(map(_frozen_bytes, held)))
         return original(*args, **named)
 
     return call

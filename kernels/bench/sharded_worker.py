@@ -20,6 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -98,6 +99,8 @@ class Recorder(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         assert isinstance(module, Training)
         steps = self._steps
+        if index == 0 and self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what building and dividing the network left behind is not the training's
         if index == steps.timed_from:
             module.keeps_norms = False
             self._begin_memory()
@@ -236,6 +239,8 @@ def main() -> None:
         return  # the parent gave up
     result = run(job, problem, int(os.environ.get("RANK", "0")))
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ TINY = sharded.STEPS["tiny"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sharded")
-    arguments = ["--size", "tiny", "--models", "transformer", "--contenders", "ddp,somaspeed"]
+    arguments = ["--size", "tiny", "--device", "cpu", "--models", "transformer", "--contenders", "ddp,somaspeed"]
     assert sharded.main([*arguments, "--out", str(out), "--commit", "abc"]) == 0
     return out
 
@@ -82,7 +82,7 @@ def test_the_page_says_what_was_compared(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_train_by_themselves_are_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--size", "tiny", "--models", "transformer", "--contenders", "ddp,unsynchronized"]
+    arguments = ["--size", "tiny", "--device", "cpu", "--models", "transformer", "--contenders", "ddp,unsynchronized"]
     assert sharded.main([*arguments, "--out", str(tmp_path), "--commit", "abc"]) == 1
     assert "of unsynchronized differ from ddp by" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -90,7 +90,8 @@ def test_ranks_that_train_by_themselves_are_caught(tmp_path: Path, capsys: pytes
 
 @pytest.mark.slow
 def test_frozen_parameters_that_stock_fsdp2_gathers(tmp_path: Path) -> None:
-    assert sharded.main(["--size", "tiny", "--models", "interleaved", "--out", str(tmp_path), "--commit", "abc"]) == 0
+    arguments = ["--size", "tiny", "--device", "cpu", "--models", "interleaved"]
+    assert sharded.main([*arguments, "--out", str(tmp_path), "--commit", "abc"]) == 0
     rows = {row["contender"]: row for row in json.loads((tmp_path / "sharded.json").read_text())["rows"]}
     stock, ours = (rows[name]["reports"][0] for name in ("model_parallel", "somaspeed"))
     # Every frozen unit for the forward pass, and again in backward for nothing.
@@ -99,25 +100,43 @@ def test_frozen_parameters_that_stock_fsdp2_gathers(tmp_path: Path) -> None:
     assert ours["traffic"]["frozen_gathered"] == ours["traffic"]["frozen_held"] == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("model", list(MODELS["tiny"]))
+def test_every_contender_runs_on_two_gpus(model: str, tmp_path: Path) -> None:
+    names = ",".join(DEFAULT_CONTENDERS)
+    arguments = ["--size", "tiny", "--device", "cuda", "--models", model, "--contenders", names]
+    assert sharded.main([*arguments, "--out", str(tmp_path), "--commit", "abc"]) == 0
+    rows = json.loads((tmp_path / "sharded.json").read_text())["rows"]
+    assert [row["reason"] for row in rows] == [None] * len(rows)
+    for report in (report for row in rows for report in row["reports"]):
+        assert report["memory"]["peak"] > 0
+        assert report["busy"]["compute"] > 0
+    ours = next(row for row in rows if row["contender"] == "somaspeed")
+    assert len(ours["reports"][0]["traffic"]["norm_us"]) == TINY.counted
+    assert ours["reports"][0]["busy"]["communication"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--models", "gpt"], "--models gpt is unknown; use some of pi05,interleaved,transformer"),
         (["--contenders", "ddp,deepspeed"], "--contenders deepspeed is unknown; use some of somaspeed,"),
         (["--contenders", "ddp"], "--contenders ddp leaves nobody to compare with; name two or more"),
+        (["--size", "full"], "the full size on a CPU would say nothing; use --size tiny"),
     ],
 )
-def test_wrong_names_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        sharded.main(["--size", "tiny", "--out", "nowhere", "--commit", "abc", *arguments])
+        sharded.main(["--size", "tiny", "--device", "cpu", "--out", "nowhere", "--commit", "abc", *arguments])
     assert message in capsys.readouterr().err
 
 
 def test_the_full_size_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit):
-        sharded.main(["--out", "nowhere"])
-    assert "this machine has 1 CUDA devices, 2 are needed; use --size tiny" in capsys.readouterr().err
+        sharded.main(["--out", "nowhere", "--device", "cuda", "--commit", "abc"])
+    assert "this machine has 1 CUDA devices, 2 are needed; use --size tiny --device cpu" in capsys.readouterr().err
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
