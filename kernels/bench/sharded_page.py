@@ -198,8 +198,8 @@ def _reading() -> str:
   *idle*: with nothing at all. From profiled steps, which are slower on the host; the rank that waited less.
 - *at link speed*: the bytes at 450 GB/s, one direction of NVLink on an H200. DDP's bytes are those of its gradients: it
   reduces in C++, where they cannot be counted.
-- *by hand*: trained weights gathered in bf16 for forward and backward (once with `somaspeed_keep`), gradients reduced in
-  fp32, frozen weights gathered for forward where they are divided. "somaspeed" gathers norms in fp32, and pi0.5's
+- *by hand*: trained weights gathered in bf16 for forward and backward (once with `somaspeed_keep`), gradients reduced
+  in fp32, frozen weights gathered for forward where they are divided. "somaspeed" gathers norms in fp32, and pi0.5's
   adaptive norms are a quarter of the expert; a root unit is gathered once.
 - pi0.5's backbone runs to its end before the expert begins, so that FSDP2 by hand gathers little for nothing in
   backward. *interleaved* takes turns, as ports do that join both streams in one attention.
