@@ -113,5 +113,6 @@ def measured_on(facts: Mapping[str, str]) -> str:
     versions = ", ".join(
         f"{key} {facts[key]}" for key in ("driver", "cuda", "python", "torch", "triton", "lightning") if key in facts
     )
-    place = f"Measured on {facts['date']} on one {facts['device']} ({versions}), commit {facts['commit']}."
+    count = facts.get("devices", "one")
+    place = f"Measured on {facts['date']} on {count} {facts['device']} ({versions}), commit {facts['commit']}."
     return f"{place}\n\n```bash\n{facts['command']}\n```"
