@@ -535,7 +535,7 @@ def test_a_kernel_that_cannot_run_says_why() -> None:
     with pytest.raises(ValueError, match=r"cannot run its kernel: there are no kernels for torch.float64; pass impl"):
         call(x, implementation="kernel")
     small = {name: tensor.float() for name, tensor in x.items()}
-    with pytest.raises(ValueError, match="its head sizes are 8 to 256, and this one is 6"):
+    with pytest.raises(ValueError, match="its head sizes are 16 to 256, and this one is 6"):
         call(small, implementation="kernel")
 
 

@@ -37,7 +37,7 @@ from soma_kernels.runtime import device_facts
 from soma_kernels.testing import assert_close, nan_filled_empty
 
 #: Head sizes that stand for a range of the table: its ends, and inside it those that do not fill their columns.
-HEAD_SIZES = (8, 16, 32, 48, 64, 72, 80, 96, 128, 160, 256)
+HEAD_SIZES = (16, 32, 48, 64, 72, 80, 96, 128, 160, 256)
 #: The one of an entry's head sizes that takes all variants: the last of these in its range.
 WHOLE_SIZES = (48, 64, 96, 128, 256)
 #: Programs of a launch: several waves on a large GPU. Some wrong configurations are right at small grids.

@@ -172,7 +172,7 @@ def small_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_attention_tiles, "_context_lengths", lambda entry: [20])
 
 
-WIDE = [(i, entry) for i, entry in enumerate(TABLE) if entry.wide and 8 in entry.heads]
+WIDE = [(i, entry) for i, entry in enumerate(TABLE) if entry.wide and 16 in entry.heads]
 
 
 @pytest.mark.usefixtures("small_checks")

@@ -37,7 +37,7 @@ NAMES = ("q", "k", "v", "ck", "cv")
 LENGTHS = (1, 2, 3, 10, 50, 63, 129, 483, 968)
 #: Gradients come from a rounded output and log-sum-exp, torch's from stored probabilities: see docs/numerics.md.
 GRADIENT_SLACK = 1.5
-HEAD_SIZES = (8, 16, 20, 32, 48, 64, 72, 80, 96, 128, 160, 256)
+HEAD_SIZES = (16, 20, 32, 48, 64, 72, 80, 96, 128, 160, 256)
 
 
 class Place(NamedTuple):
@@ -713,7 +713,7 @@ def test_inputs_are_not_written_and_runs_are_bit_equal(place: Place) -> None:
 
 def test_the_table_has_a_tile_for_every_call() -> None:
     for kernel, D, dtype, rows, keys in itertools.product(
-        ("forward", "rows", "keys"), range(8, 257), KERNEL_DTYPES, (1, 16, 17, 64, 96, 97, 5000), (1, 64, 65, 4000)
+        ("forward", "rows", "keys"), range(16, 257), KERNEL_DTYPES, (1, 16, 17, 64, 96, 97, 5000), (1, 64, 65, 4000)
     ):
         for own, listed, aligned in itertools.product((False, True), repeat=3):
             facts = {"own": own, "listed": listed, "aligned": aligned}
@@ -744,7 +744,7 @@ def test_one_pass_tiles_hold_their_rows() -> None:
 @pytest.mark.parametrize("listed", [False, True])
 def test_the_forward_fits_the_shared_memory_of_hopper(listed: bool) -> None:
     """The queries stay, and keys and values are there once a stage; a list takes one stage for itself."""
-    for D, rows, keys in itertools.product(range(8, 257), (1, 16, 17, 64, 65, 96, 97, 5000), (64, 4000)):
+    for D, rows, keys in itertools.product(range(16, 257), (1, 16, 17, 64, 65, 96, 97, 5000), (64, 4000)):
         for own in (False, True):
             tile = find_tile("forward", D, torch.bfloat16, rows=rows, keys=keys, own=own, listed=listed)
             assert tile is not None

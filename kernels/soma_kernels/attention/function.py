@@ -164,7 +164,7 @@ def attention_kernel(
 ) -> Tensor:
     """Context attention by Triton kernels; arguments and result are those of `attention_reference`.
 
-    keys: the list of `context_mask`; made here when None. dtype float32, bfloat16 or float16, head size 8 to 256.
+    keys: the list of `context_mask`; made here when None. dtype float32, bfloat16 or float16, head size 16 to 256.
     """
     if not all(x is None or x.numel() for x in (q, k, ck)):
         # An empty segment or no queries: the reference gives the right zeros, also as gradients.

@@ -23,7 +23,7 @@ from soma_kernels.runtime import DeviceFacts
 Kernel = Literal["forward", "rows", "one_pass", "keys"]
 
 #: Head sizes that the kernels take.
-MIN_HEAD_SIZE, MAX_HEAD_SIZE = 8, 256
+MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 256
 
 #: (Triton version, compute capability) on which every entry of TABLE has been checked.
 CHECKED: frozenset[tuple[str, tuple[int, int]]] = frozenset({("3.6", (9, 0))})
@@ -97,13 +97,13 @@ TABLE: tuple[Entry, ...] = (
     Entry("forward", (96, 96), (1, 64), Tile(64, 64, 4, 3, 64, 32), own=False, aligned=True),
     Entry("forward", (65, 128), (65, _ANY), Tile(128, 64, 4, 3, 128, own_keys=32)),
     Entry("forward", (65, 128), (1, 64), Tile(64, 64, 4, 3, 128)),
-    Entry("forward", (8, 64), (1, _ANY), Tile(64, 64, 4, 1, 64, one_block=True), keys=64, own=False),
+    Entry("forward", (16, 64), (1, _ANY), Tile(64, 64, 4, 1, 64, one_block=True), keys=64, own=False),
     Entry("forward", (48, 48), (1, _ANY), Tile(64, 32, 4, 4, 32, 16), own=False, aligned=True),
-    Entry("forward", (8, 64), (1, _ANY), Tile(64, 32, 4, 3, 64)),
+    Entry("forward", (16, 64), (1, _ANY), Tile(64, 32, 4, 3, 64)),
     Entry("rows", (129, 256), (97, _ANY), Tile(128, 32, 8, 2, 256)),
     Entry("rows", (129, 256), (1, 96), Tile(64, 64, 4, 2, 256)),
     Entry("rows", (65, 128), (1, _ANY), Tile(64, 64, 4, 3, 128)),
-    Entry("rows", (8, 64), (1, _ANY), Tile(64, 32, 4, 3, 64)),
+    Entry("rows", (16, 64), (1, _ANY), Tile(64, 32, 4, 3, 64)),
     Entry(
         *("one_pass", (96, 96), (1, 16), Tile(16, 16, 1, 1, 64, 32, max_registers=128, one_block=True)),
         keys=16,
@@ -112,19 +112,19 @@ TABLE: tuple[Entry, ...] = (
     Entry("one_pass", (96, 96), (65, 80), Tile(64, 64, 4, 1, 64, 32, more_rows=16), aligned=True),
     Entry("one_pass", (96, 96), (1, 64), Tile(64, 64, 4, 2, 64, 32), aligned=True),
     Entry("one_pass", (65, 128), (1, 64), Tile(64, 64, 4, 2, 128)),
-    Entry("one_pass", (8, 64), (1, 64), Tile(64, 64, 4, 1, 64, one_block=True), keys=64),
-    Entry("one_pass", (8, 64), (33, 48), Tile(32, 64, 4, 3, 64, more_rows=16)),
-    Entry("one_pass", (8, 64), (1, 64), Tile(64, 64, 4, 1, 64, max_registers=168)),
+    Entry("one_pass", (16, 64), (1, 64), Tile(64, 64, 4, 1, 64, one_block=True), keys=64),
+    Entry("one_pass", (16, 64), (33, 48), Tile(32, 64, 4, 3, 64, more_rows=16)),
+    Entry("one_pass", (16, 64), (1, 64), Tile(64, 64, 4, 1, 64, max_registers=168)),
     Entry("keys", (129, 256), (1, _ANY), Tile(64, 64, 8, 2, 256)),
     Entry("keys", (65, 128), (1, _ANY), Tile(64, 64, 4, 2, 128)),
-    Entry("keys", (8, 64), (1, _ANY), Tile(64, 64, 4, 3, 64)),
+    Entry("keys", (16, 64), (1, _ANY), Tile(64, 64, 4, 3, 64)),
     # float32: products in full precision, without the matrix units, whose operands fill the registers.
     *(
         Entry(kernel, heads, (1, _ANY), Tile(size, size, 4, 1, heads[1], own_keys=size), wide=True)
         for kernel in ("forward", "rows", "keys")
-        for heads, size in (((8, 64), 32), ((65, 128), 16), ((129, 256), 16))
+        for heads, size in (((16, 64), 32), ((65, 128), 16), ((129, 256), 16))
     ),
-    Entry("one_pass", (8, 64), (1, 32), Tile(32, 32, 4, 1, 64), wide=True),
+    Entry("one_pass", (16, 64), (1, 32), Tile(32, 32, 4, 1, 64), wide=True),
 )
 
 
