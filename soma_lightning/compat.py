@@ -35,6 +35,11 @@ def is_still_scaled(scaler: GradScaler | None, optimizer: Optimizer) -> bool:
     return id(optimizer) not in states or states[id(optimizer)]["stage"] is OptState.READY
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether `register_step_pre_hook` gave somebody a look at the gradients before each step of `optimizer`."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
 @functools.cache
 def one_process_class(strategy_class: type[T], *, fabric: bool) -> type[T]:
     """The class of a strategy that runs one process: `isinstance(strategy, SingleDeviceStrategy)` is true for it.

@@ -158,11 +158,6 @@ class Engine:
         if self.mesh is None:
             self._apply_precision(module, precision)
             return module
-        if precision == "16-mixed":
-            raise ValueError(
-                "precision='16-mixed' works on one process only in this version, because each rank would scale its "
-                "loss by itself; use 'bf16-mixed', or devices=1"
-            )
         self._names.remember(module)
         options = self.options
         if thawed_by is not None:

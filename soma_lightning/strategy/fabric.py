@@ -20,6 +20,7 @@ from soma_lightning.optim.fused_adamw import FusedAdamW
 from soma_lightning.strategy import processes
 from soma_lightning.strategy.checkpoint import refuse_directory
 from soma_lightning.strategy.engine import Engine
+from soma_lightning.strategy.loss_scale import share_loss_scale
 from soma_lightning.strategy.options import StrategyOptions
 from soma_lightning.strategy.ranks import Ranks
 from soma_lightning.strategy.report import build_report
@@ -123,6 +124,8 @@ class FabricSomaSpeedStrategy(Ranks, ParallelStrategy):
     # ------------------------------------------------------------------ set-up
 
     def setup_module(self, module: Module) -> Module:
+        if self.is_distributed:
+            share_loss_scale(self.precision)
         module = self.engine.setup_module(module, device=self.root_device, precision=str(self.precision.precision))
         self._last_module = weakref.ref(module)
         return module

@@ -27,6 +27,7 @@ from soma_lightning.optim.fused_adamw import FusedAdamW
 from soma_lightning.strategy import processes
 from soma_lightning.strategy.checkpoint import refuse_directory
 from soma_lightning.strategy.engine import Engine
+from soma_lightning.strategy.loss_scale import share_loss_scale
 from soma_lightning.strategy.options import StrategyOptions
 from soma_lightning.strategy.precision import with_deferred_clipping
 from soma_lightning.strategy.ranks import Ranks
@@ -62,8 +63,9 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
         of a .json file writes it there; False does neither.
 
     What a program can notice: `.grad` after the step holds unclipped gradients; LearningRateMonitor writes
-    `lr-FusedAdamW` instead of `lr-AdamW`. With a GradScaler (16-mixed) gradients are unscaled in place before the step,
-    as without this strategy, and a step that the scaler skips is not counted in `skipped_steps`.
+    `lr-FusedAdamW` instead of `lr-AdamW`. With a GradScaler (16-mixed) one process unscales gradients in place before
+    the step, as without this strategy; several divide inside the step. A step that the scaler skips is not counted in
+    `skipped_steps`.
     Raises ValueError for a value that is unknown or not available, naming what is.
     """
 
@@ -165,6 +167,7 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
         if self.is_distributed:
             turn_inference_mode_off(trainer)
             _refuse_copies_of_the_module(trainer)
+            share_loss_scale(self.precision_plugin, in_place=_hooks_see_gradients(trainer))
         super().setup(trainer)
 
     def _setup_model(self, model: Module) -> Module:
@@ -351,6 +354,14 @@ def _follow_toggles(module: Module, sharded: ShardedModule) -> None:
             sharded.follow_requires_grad()
 
         setattr(module, name, toggle_and_follow)
+
+
+def _hooks_see_gradients(trainer: pl.Trainer) -> bool:
+    """Whether a hook of the user stands between a GradScaler's unscaling and the step."""
+    module = trainer.lightning_module
+    own = any(is_overridden(hook, module) for hook in ("on_before_optimizer_step", "configure_gradient_clipping"))
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return own or any(is_overridden("on_before_optimizer_step", c, parent=pl.Callback) for c in callbacks)
 
 
 def _refuse_copies_of_the_module(trainer: pl.Trainer) -> None:

@@ -12,7 +12,6 @@ import lightning as L  # noqa: N812 (Lightning's own convention)
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -112,7 +111,6 @@ def behaviors() -> dict[str, Any]:
         "finetuning": whole(finetuned()),
         "averaging": refused(callbacks=[EMAWeightAveraging(decay=0.9)]),
         "replicate": refused(strategy=SomaSpeedStrategy(frozen="replicate", report=False), callbacks=[Unfreeze()]),
-        "scaler": refused(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]),
         "directory": refused_directory(),
         "report": report(),
     }
@@ -363,7 +361,6 @@ def test_what_cannot_work_is_refused(found: Any) -> None:
     for rank in found:
         assert rank["averaging"].startswith("EMAWeightAveraging copies the module before its parameters are divided")
         assert rank["replicate"].startswith("frozen='replicate', but Unfreeze trains frozen parameters later")
-        assert rank["scaler"].startswith("precision='16-mixed' works on one process only")
         assert "is a directory (a sharded checkpoint), which this version does not read" in rank["directory"]
 
 
