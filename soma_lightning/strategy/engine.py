@@ -30,6 +30,7 @@ from soma_lightning.optim.state import LOW_PRECISION
 from soma_lightning.strategy import processes
 from soma_lightning.strategy.effective_batch import any_rank_counts, count_of
 from soma_lightning.strategy.faults import FailureWatch
+from soma_lightning.strategy.memory import Activity, Situation, explaining
 from soma_lightning.strategy.options import StrategyOptions
 from soma_lightning.strategy.relink import ParameterNames
 
@@ -132,6 +133,29 @@ class Engine:
         """Tells the other ranks that this one fails, so that none waits for it."""
         if self._failures is not None:
             self._failures.report(error)
+
+    def explaining_memory(
+        self,
+        activity: Activity,
+        *,
+        device: torch.device,
+        precision: str,
+        where: str = "",
+        accumulate: int | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A torch.OutOfMemoryError inside gets a note with what would need less; arguments as in `Situation`."""
+        assert self.layout is not None
+        situation = Situation(
+            activity,
+            where,
+            device,
+            self.layout,
+            precision,
+            frozen=self.options.frozen,
+            reshard_after_forward=self.options.reshard_after_forward,
+            accumulate=accumulate,
+        )
+        return explaining(situation, self._modules)
 
     def is_sharded(self, module: Module) -> bool:
         return sharded_module(module) is not None
