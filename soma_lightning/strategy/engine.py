@@ -127,7 +127,7 @@ class Engine:
             seconds=self.options.timeout,
         )
         self.mesh = WorldMesh.build(self.layout, device.type)
-        self._failures = FailureWatch.of_this_process(rank, self.world_size)
+        self._failures = FailureWatch.of_this_process(rank, self.world_size, address)
 
     def report_failure(self, error: BaseException) -> None:
         """Tells the other ranks that this one fails, so that none waits for it."""
