@@ -97,6 +97,11 @@ def separate_store() -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
+def name_submesh(mesh: Any, dims: tuple[str, ...], name: str) -> None:
+    """Makes `mesh[name]` the dimensions `dims` of a device mesh as a single one; all ranks call it."""
+    mesh[dims]._flatten(name)
+
+
 # ---------------------------------------------------------------------- FSDP2
 
 

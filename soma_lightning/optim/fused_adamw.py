@@ -233,22 +233,25 @@ class FusedAdamW(AdamW):
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float | None = None) -> Tensor:
-        """0-d: global norm of the gradients as they are now; the next `step()` reuses the pass if they do not change.
+        """0-d: global norm of the present gradients; the next `step()` reuses the pass if they do not change.
 
-        Changes in place are noticed, but not those through `.data`, by a replayed CUDA graph or by code outside torch:
-        do not call it before such a change. Returns 0 when there is no gradient. Over several ranks it is one more
-        collective: what a rank finds again of its own pass must not decide whether it comes to the next one.
+        They count as divided by what `count()` and `unscale()` said. Changes in place are noticed, but not those by way
+        of `.data`, by a replayed CUDA graph or by code outside torch: do not call it before such a change. Returns 0
+        when there is no gradient. Over several ranks it is one more collective: what a rank finds again of its own pass
+        must not decide whether it comes to the next one.
         """
-        norm_type = self.norm_type if norm_type is None else norm_type
-        rule = ClipRule(norm_type=norm_type, loss_scale=self._control.loss_scale)
+        control, norm_type = self._control, self.norm_type if norm_type is None else norm_type
+        normalizer = control.counted if self.ownership is None else self.ownership.share_of(control.counted)
+        rule = ClipRule(normalizer=normalizer, norm_type=norm_type, loss_scale=control.loss_scale)
         work = self._collect(rule)
         if work is None:
             return torch.zeros((), device="cpu")
         stats = self._statistics(work, rule.norm_type)
         if not is_capturing(work.grads):
-            self._control.known = KnownStats(GradientMark.of(work.grads), stats, grouping(self.param_groups))
-        self._control.last_vector = vector = global_vector(stats.vector, rule, self.ownership)
-        return decide(stats._replace(vector=vector), normalize=rule.divides).norm
+            control.known = KnownStats(GradientMark.of(work.grads), stats, grouping(self.param_groups))
+        control.last_vector = vector = global_vector(stats.vector, rule, self.ownership)
+        divides = control.counted is not None or control.loss_scale is not None
+        return decide(stats._replace(vector=vector), normalize=divides).norm
 
     def first_nonfinite_parameter(self) -> Tensor | None:
         """The first parameter (group order) whose gradient was non-finite in the last step or `grad_norm()`, if any.

@@ -232,7 +232,9 @@ class Engine:
         if not path.fused:
             self.options.refuse_without_fused_step(path.description)
         elif self.mesh is not None and isinstance(optimizer, FusedAdamW):
-            optimizer.ownership = Ownership.from_mesh(self.mesh.device_mesh, sums=self._counts is True)
+            ownership = Ownership.from_mesh(self.mesh.device_mesh, sums=self._counts is True)
+            ownership.refuse_unlike_groups(optimizer.param_groups)
+            optimizer.ownership = ownership
         self._paths[optimizer] = path
         return path
 

@@ -8,6 +8,7 @@ short while, then prints the traceback and ends the process. A rank that is kill
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -51,7 +52,9 @@ class FailureWatch:
         self._reported, self._heard, self._done = threading.Event(), threading.Event(), threading.Event()
         #: Rank and traceback of the first failure, once this rank has heard of it.
         self._first = ""
-        threading.Thread(target=self._watch, name="soma-failure-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="soma-failure-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
         self._next_hook = sys.excepthook
         sys.excepthook = self._excepthook
 
@@ -99,11 +102,17 @@ class FailureWatch:
             culprit, _, text = self._first.partition("\n")
             if gone is not None:  # before anything else ends this process
                 print(f"rank {self.rank}: rank {culprit} is gone: {text}", file=sys.stderr, flush=True)
-            if self._reported.wait(_GRACE):
+            if self._reported.wait(_GRACE) or self._done.is_set():
                 return
             print(f"rank {self.rank} ends because rank {culprit} failed:\n{text}", file=sys.stderr, flush=True)
             self._presence.leave()
             os._exit(1)
+
+    def _end(self) -> None:
+        """At the end of the program: an interpreter that is torn down under a thread in the store's code aborts."""
+        self._done.set()
+        self._presence.leave()
+        self._thread.join(_PERIOD)
 
     def _look(self) -> str:
         """What a failed rank wrote into the store; "" also when the store is gone, which presence explains."""

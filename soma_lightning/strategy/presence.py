@@ -50,17 +50,17 @@ class Presence:
         for peer, line in lines.items():
             self._peers[peer] = line
             self._selector.register(line.connection, selectors.EVENT_READ, peer)
+        #: Ends `wait` when this process leaves.
+        self._bell, rung = socket.socketpair()
+        self._selector.register(rung, selectors.EVENT_READ, self._rank)
         atexit.register(self.leave)
         # A data worker must not keep the connection of a dead rank open.
         os.register_at_fork(after_in_child=self._close)
 
     def wait(self, seconds: float) -> int | None:
         """The rank that went without a goodbye, as soon as that is known; None after `seconds`."""
-        if not self._peers:
-            time.sleep(seconds)
-            return None
         for key, _ in self._selector.select(seconds):
-            gone = self._read(key.data)
+            gone = None if key.data == self._rank else self._read(key.data)
             if gone is not None:
                 self._tell(f"gone {gone}")
                 return gone
@@ -81,8 +81,10 @@ class Presence:
         return None if line.said_goodbye else peer
 
     def leave(self) -> None:
-        """Says goodbye: this process ends, and everybody knows why."""
+        """Says goodbye: this process ends, and everybody knows why. A thread that waits here goes on."""
         self._tell(_BYE)
+        with contextlib.suppress(OSError):
+            self._bell.send(b".")
 
     def _tell(self, message: str) -> None:
         for line in list(self._peers.values()):

@@ -108,6 +108,7 @@ def behaviors() -> dict[str, Any]:
         "sampler": sampler(),
         "stale": stale(),
         "strangers": strangers(),
+        "unlike": unlike_groups(),
         "finetuning": whole(finetuned()),
         "averaging": refused(callbacks=[EMAWeightAveraging(decay=0.9)]),
         "replicate": refused(strategy=SomaSpeedStrategy(frozen="replicate", report=False), callbacks=[Unfreeze()]),
@@ -200,6 +201,19 @@ def strangers() -> str:
 
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is compared)
         make_trainer().fit(Strange(), loader())
+    return str(caught.value)
+
+
+def unlike_groups() -> str:
+    """Each rank clips by other groups."""
+
+    class Unlike(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            head = {"params": list(self.head.parameters()), "max_norm": 1.0 + self.global_rank}
+            return torch.optim.AdamW([head, {"params": list(self.body.parameters())}])
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is compared)
+        make_trainer().fit(Unlike(), loader())
     return str(caught.value)
 
 
@@ -360,6 +374,9 @@ def test_what_a_callback_unfreezes_later_trains(found: Any) -> None:
 def test_what_cannot_work_is_refused(found: Any) -> None:
     for rank in found:
         assert rank["averaging"].startswith("EMAWeightAveraging copies the module before its parameters are divided")
+        assert rank["unlike"].startswith(
+            "the parameter groups have max_norm [1.0, None] on rank 0 and [2.0, None] on rank 1"
+        )
         assert rank["replicate"].startswith("frozen='replicate', but Unfreeze trains frozen parameters later")
         assert "is a directory (a sharded checkpoint), which this version does not read" in rank["directory"]
 
