@@ -35,6 +35,11 @@ def is_still_scaled(scaler: GradScaler | None, optimizer: Optimizer) -> bool:
     return id(optimizer) not in states or states[id(optimizer)]["stage"] is OptState.READY
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether `register_step_pre_hook` gave somebody a look at the gradients before each step of `optimizer`."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
 @functools.cache
 def one_process_class(strategy_class: type[T], *, fabric: bool) -> type[T]:
     """The class of a strategy that runs one process: `isinstance(strategy, SingleDeviceStrategy)` is true for it.
@@ -90,6 +95,11 @@ def separate_store() -> Any:
 
     store = _get_default_store()
     return store.clone() if hasattr(store, "clone") else store
+
+
+def name_submesh(mesh: Any, dims: tuple[str, ...], name: str) -> None:
+    """Makes `mesh[name]` the dimensions `dims` of a device mesh as a single one; all ranks call it."""
+    mesh[dims]._flatten(name)
 
 
 # ---------------------------------------------------------------------- FSDP2

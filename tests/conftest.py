@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-from tests.ranks import ranks_run
 
 # Triton reads it when it is imported, so it is set before any test module is.
 if not torch.cuda.is_available():
@@ -33,8 +29,3 @@ def device(request: pytest.FixtureRequest) -> torch.device:
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("kernels run on the CPU only with TRITON_INTERPRET=1")
     return torch.device(request.param)
-
-
-@pytest.fixture
-def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    return lambda function, **settings: ranks_run(function, tmp_path_factory.mktemp("ranks"), **settings)

@@ -1,10 +1,11 @@
 """Runs a function of a test file on several processes, as torchrun would, and brings back what it returned.
 
-As a script it is one of them: python ranks.py FILE FUNCTION ARGUMENTS RESULT.
+As a script it is one of them: python ranks.py FILE FUNCTION ARGUMENTS RESULT DEVICE.
 """
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import os
 import socket
@@ -16,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[1]
+
+#: Seconds until a collective gives up on a missing peer, in the group that a device asks for.
+COLLECTIVE_TIMEOUT = 60
 
 
 def whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -34,12 +39,14 @@ def ranks_run(
     world_size: int = 2,
     timeout: float = 240.0,
     arguments: dict[str, Any] | None = None,
+    device: str | None = None,
 ) -> list[Any]:
     """What `function(**arguments)`, of the top level of its file, returns on each of `world_size` processes.
 
+    device: "cpu" or "cuda": the process group is there when it is called; None: it makes one itself, or Lightning does.
     AssertionError with the end of every rank's output when one fails, or when they take longer than `timeout` seconds.
     """
-    processes = start_ranks(function, folder, world_size, arguments or {})
+    processes = start_ranks(function, folder, world_size, arguments or {}, device)
     end = time.monotonic() + timeout
     try:
         while any(p.poll() is None for p in processes):
@@ -58,7 +65,11 @@ def ranks_run(
 
 
 def start_ranks(
-    function: Callable[..., Any], folder: Path, world_size: int, arguments: dict[str, Any]
+    function: Callable[..., Any],
+    folder: Path,
+    world_size: int,
+    arguments: dict[str, Any],
+    device: str | None = None,
 ) -> list[subprocess.Popen[bytes]]:
     """The processes, started as torchrun would; rank r writes r.log and r.pt into `folder`."""
     torch.save(arguments, folder / "arguments.pt")
@@ -74,14 +85,16 @@ def start_ranks(
         environment = os.environ | {name: str(value) for name, value in (shared | own).items()}
         with (folder / f"{rank}.log").open("wb") as log:
             command = [sys.executable, __file__, function.__code__.co_filename]
-            command += [function.__name__, str(folder / "arguments.pt"), str(folder / f"{rank}.pt")]
+            command += [function.__name__, str(folder / "arguments.pt"), str(folder / f"{rank}.pt"), device or ""]
             processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
     return processes
 
 
-def run_one_rank(file: str, function: str, arguments: str, result: str) -> None:
+def run_one_rank(file: str, function: str, arguments: str, result: str, device: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if device:
+        join(device)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None
     assert spec.loader is not None
@@ -90,6 +103,15 @@ def run_one_rank(file: str, function: str, arguments: str, result: str) -> None:
     spec.loader.exec_module(module)
     returned = getattr(module, function)(**torch.load(arguments, weights_only=False))
     torch.save(returned, result)
+    if device:
+        dist.destroy_process_group()
+
+
+def join(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 #: Names of the mesh dimensions, outermost first; tensor-parallel ranks are neighbours.
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 
+#: Names that Lightning's ModelParallelStrategy gives to parts of its mesh.
+ALIASES = {"data_parallel": ("dp_replicate", "dp_shard"), "tensor_parallel": ("tp",)}
+
 #: Layouts that have a name; `auto` and `fsdp` shard over all ranks, `hsdp` shards inside a node and replicates across.
 NAMED_LAYOUTS = ("auto", "fsdp", "hsdp", "replicate")
 
@@ -104,6 +107,7 @@ def _named(name: str, world_size: int, num_nodes: int) -> Layout:
 class WorldMesh:
     """The ranks of a run as a 4-D mesh with the names of `MESH_DIMS`, size-1 dimensions included.
 
+    `device_mesh["data_parallel"]` and `["tensor_parallel"]`, 1-D, are what ModelParallelStrategy calls so.
     data: the submesh that parameters are divided over: ("dp_replicate", "dp_shard") with replicas, else ("dp_shard",).
     It is one object, because DTensors compare their meshes.
     """
@@ -118,11 +122,15 @@ class WorldMesh:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        from soma_lightning.compat import name_submesh
+
         world, known = _BUILT.get((layout, device_type), (None, None))
         if known is not None and world is dist.group.WORLD:
             return known
         shape = layout.mesh_shape()
         mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=MESH_DIMS)
+        for name, dims in ALIASES.items():
+            name_submesh(mesh, dims, name)
         data = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
         built = cls(mesh, data, layout)
         _BUILT[layout, device_type] = (dist.group.WORLD, built)

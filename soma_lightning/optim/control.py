@@ -78,6 +78,8 @@ class Control:
     bound: GradientMark | None = None
     #: Samples behind the gradients that wait for the next step, as counted by this rank.
     counted: Tensor | float | None = None
+    #: What those gradients are still multiplied by.
+    loss_scale: Tensor | float | None = None
     path: ReferenceStep | TritonStep | None = None
     state_was_seen: bool = False
     last_grad_norm: Tensor = field(default_factory=lambda: torch.tensor(float("nan"), device="cpu"))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from soma_kernels.optim.reference import GradStats, decide
+from soma_kernels.optim.reference import VECTOR_SUMS, GradStats, decide
 from soma_lightning.optim.clipping import ClipRule, check_norm_type
 from soma_lightning.optim.control import Control, GradientMark, KnownStats
 from soma_lightning.optim.groups import (
@@ -101,6 +101,14 @@ class FusedAdamW(AdamW):
         return self._control.counters[1].clone()
 
     @property
+    def found_nonfinite(self) -> Tensor:
+        """0-d bool: whether the last step or `grad_norm()` found a NaN or an infinity, on any rank."""
+        vector = self._control.last_vector
+        if vector is None:
+            return torch.zeros((), dtype=torch.bool, device="cpu")
+        return (vector[0] > 0) | ~vector[VECTOR_SUMS:].sum().isfinite()
+
+    @property
     def master_weights(self) -> bool:
         """Whether bf16 and fp16 parameters have fp32 masters."""
         return self._control.form.master_weights
@@ -178,9 +186,18 @@ class FusedAdamW(AdamW):
         before = self._control.counted
         self._control.counted = samples if before is None else before + samples
 
+    def unscale(self, loss_scale: float | Tensor) -> None:
+        """For a GradScaler: the gradients count as divided by `loss_scale` from now on, without a pass over them.
+
+        loss_scale: number or 0-d tensor, equal on all ranks. `grad_norm()` and the next `step()` divide by it; if that
+        step is skipped the scaler knows why, and it counts neither in `skipped_steps` nor in `consecutive_skips`.
+        `zero_grad()` forgets it.
+        """
+        self._control.loss_scale = loss_scale
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._control.counted = None
+        self._control.counted, self._control.loss_scale = None, None
 
     def clip_present(self, rule: ClipRule) -> None:
         """Like `clip`, for the gradients that exist now, as torch.nn.utils.clip_grad_norm_ would clip them.
@@ -206,27 +223,35 @@ class FusedAdamW(AdamW):
                     f"this step has a normalizer from clip(), {rule.normalizer!r}, and samples from count(); use one"
                 )
             rule = dataclasses.replace(rule, normalizer=counted)
+        if self._control.loss_scale is not None:
+            if rule.loss_scale is not None:
+                raise ValueError("this step has a loss scale from clip() and one from unscale(); use one")
+            rule = dataclasses.replace(rule, loss_scale=self._control.loss_scale)
         if self.ownership is None:
             return rule
         return dataclasses.replace(rule, normalizer=self.ownership.share_of(rule.normalizer))
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float | None = None) -> Tensor:
-        """0-d: global norm of the gradients as they are now; the next `step()` reuses the pass if they do not change.
+        """0-d: global norm of the present gradients; the next `step()` reuses the pass if they do not change.
 
-        Changes in place are noticed, but not those through `.data`, by a replayed CUDA graph or by code outside torch:
-        do not call it before such a change. Returns 0 when there is no gradient. Over several ranks it is one more
-        collective: what a rank finds again of its own pass must not decide whether it comes to the next one.
+        They count as divided by what `count()` and `unscale()` said. Changes in place are noticed, but not those by way
+        of `.data`, by a replayed CUDA graph or by code outside torch: do not call it before such a change. Returns 0
+        when there is no gradient. Over several ranks it is one more collective: what a rank finds again of its own pass
+        must not decide whether it comes to the next one.
         """
-        rule = ClipRule(norm_type=self.norm_type if norm_type is None else norm_type)
+        control, norm_type = self._control, self.norm_type if norm_type is None else norm_type
+        normalizer = control.counted if self.ownership is None else self.ownership.share_of(control.counted)
+        rule = ClipRule(normalizer=normalizer, norm_type=norm_type, loss_scale=control.loss_scale)
         work = self._collect(rule)
         if work is None:
             return torch.zeros((), device="cpu")
         stats = self._statistics(work, rule.norm_type)
         if not is_capturing(work.grads):
-            self._control.known = KnownStats(GradientMark.of(work.grads), stats, grouping(self.param_groups))
-        self._control.last_vector = vector = global_vector(stats.vector, rule, self.ownership)
-        return decide(stats._replace(vector=vector)).norm
+            control.known = KnownStats(GradientMark.of(work.grads), stats, grouping(self.param_groups))
+        control.last_vector = vector = global_vector(stats.vector, rule, self.ownership)
+        divides = control.counted is not None or control.loss_scale is not None
+        return decide(stats._replace(vector=vector), normalize=divides).norm
 
     def first_nonfinite_parameter(self) -> Tensor | None:
         """The first parameter (group order) whose gradient was non-finite in the last step or `grad_norm()`, if any.
@@ -253,12 +278,17 @@ class FusedAdamW(AdamW):
             with torch.enable_grad():
                 loss = closure()
         rule = self._take_rule()
-        work = self._collect(rule)
+        control, work = self._control, self._collect(rule)
         if work is not None:
             stats = self._statistics(work, rule.norm_type)
-            self._control.known = None
-            self._control.last_vector = vector = global_vector(stats.vector, rule, self.ownership)
+            control.known = None
+            control.last_vector = vector = global_vector(stats.vector, rule, self.ownership)
+            skips = None if control.loss_scale is None else control.counters.clone()
             work.update(self, stats._replace(vector=vector), rule)
+            if skips is not None:
+                found, now = self.found_nonfinite, control.counters_on(vector.device)
+                now.copy_(torch.where(found, skips.to(now.device), now))
+        control.loss_scale = None
         return loss
 
     def _choose_path(self) -> ReferenceStep | TritonStep:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from soma_kernels.optim.reference import VECTOR_SUMS
 from soma_lightning.optim.clipping import ClipRule
-from soma_lightning.optim.groups import label
+from soma_lightning.optim.groups import GROUP_LIMIT, label
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -101,6 +101,21 @@ class Ownership:
             reason = self.why_not_counted(param)
             if reason:
                 raise ValueError(f"{label(param, param_groups)} {reason}")
+
+    def refuse_unlike_groups(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """ValueError on all ranks if they clip by unlike groups: their sums would meet in vectors of unlike size.
+
+        A collective: every rank calls it, once its groups are there.
+        """
+        limits = [None if group.get(GROUP_LIMIT) is None else float(group[GROUP_LIMIT]) for group in param_groups]
+        found = dict(self.gather(str(limits)))
+        (first, theirs), *others = found.items()
+        for rank, limit in others:
+            if limit != theirs:
+                raise ValueError(
+                    f"the parameter groups have {GROUP_LIMIT} {theirs} on rank {first} and {limit} on rank {rank}; "
+                    "ranks decide together: give all of them the same groups and limits"
+                )
 
     def counted(self, params: Sequence[Tensor]) -> list[bool]:
         """For each parameter: does this rank add its part to the global norm? The second of two equal ones does not."""

@@ -30,6 +30,7 @@ from soma_lightning.optim.state import LOW_PRECISION
 from soma_lightning.strategy import processes
 from soma_lightning.strategy.effective_batch import any_rank_counts, count_of
 from soma_lightning.strategy.faults import FailureWatch
+from soma_lightning.strategy.memory import Activity, Situation, explaining
 from soma_lightning.strategy.options import StrategyOptions
 from soma_lightning.strategy.relink import ParameterNames
 
@@ -126,12 +127,35 @@ class Engine:
             seconds=self.options.timeout,
         )
         self.mesh = WorldMesh.build(self.layout, device.type)
-        self._failures = FailureWatch.of_this_process(rank, self.world_size)
+        self._failures = FailureWatch.of_this_process(rank, self.world_size, address)
 
     def report_failure(self, error: BaseException) -> None:
         """Tells the other ranks that this one fails, so that none waits for it."""
         if self._failures is not None:
             self._failures.report(error)
+
+    def explaining_memory(
+        self,
+        activity: Activity,
+        *,
+        device: torch.device,
+        precision: str,
+        where: str = "",
+        accumulate: int | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A torch.OutOfMemoryError inside gets a note with what would need less; arguments as in `Situation`."""
+        assert self.layout is not None
+        situation = Situation(
+            activity,
+            where,
+            device,
+            self.layout,
+            precision,
+            frozen=self.options.frozen,
+            reshard_after_forward=self.options.reshard_after_forward,
+            accumulate=accumulate,
+        )
+        return explaining(situation, self._modules)
 
     def is_sharded(self, module: Module) -> bool:
         return sharded_module(module) is not None
@@ -158,11 +182,6 @@ class Engine:
         if self.mesh is None:
             self._apply_precision(module, precision)
             return module
-        if precision == "16-mixed":
-            raise ValueError(
-                "precision='16-mixed' works on one process only in this version, because each rank would scale its "
-                "loss by itself; use 'bf16-mixed', or devices=1"
-            )
         self._names.remember(module)
         options = self.options
         if thawed_by is not None:
@@ -213,7 +232,9 @@ class Engine:
         if not path.fused:
             self.options.refuse_without_fused_step(path.description)
         elif self.mesh is not None and isinstance(optimizer, FusedAdamW):
-            optimizer.ownership = Ownership.from_mesh(self.mesh.device_mesh, sums=self._counts is True)
+            ownership = Ownership.from_mesh(self.mesh.device_mesh, sums=self._counts is True)
+            ownership.refuse_unlike_groups(optimizer.param_groups)
+            optimizer.ownership = ownership
         self._paths[optimizer] = path
         return path
 

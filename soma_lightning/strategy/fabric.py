@@ -20,6 +20,8 @@ from soma_lightning.optim.fused_adamw import FusedAdamW
 from soma_lightning.strategy import processes
 from soma_lightning.strategy.checkpoint import refuse_directory
 from soma_lightning.strategy.engine import Engine
+from soma_lightning.strategy.loss_scale import share_loss_scale
+from soma_lightning.strategy.memory import Activity
 from soma_lightning.strategy.options import StrategyOptions
 from soma_lightning.strategy.ranks import Ranks
 from soma_lightning.strategy.report import build_report
@@ -115,7 +117,13 @@ class FabricSomaSpeedStrategy(Ranks, ParallelStrategy):
         self._number_ranks()
 
     def module_to_device(self, module: Module) -> None:
-        module.to(self.root_device)
+        with self._explained("set-up"):
+            module.to(self.root_device)
+
+    def _explained(self, activity: Activity) -> contextlib.AbstractContextManager[None]:
+        """Inside, an error for want of memory says what would need less."""
+        precision = str(self.precision.precision)
+        return self.engine.explaining_memory(activity, device=self.root_device, precision=precision)
 
     def all_reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
         return processes.reduce(tensor, group, reduce_op) if self.is_distributed else tensor
@@ -123,7 +131,10 @@ class FabricSomaSpeedStrategy(Ranks, ParallelStrategy):
     # ------------------------------------------------------------------ set-up
 
     def setup_module(self, module: Module) -> Module:
-        module = self.engine.setup_module(module, device=self.root_device, precision=str(self.precision.precision))
+        if self.is_distributed:
+            share_loss_scale(self.precision)
+        with self._explained("set-up"):
+            module = self.engine.setup_module(module, device=self.root_device, precision=str(self.precision.precision))
         self._last_module = weakref.ref(module)
         return module
 
@@ -181,12 +192,14 @@ class FabricSomaSpeedStrategy(Ranks, ParallelStrategy):
     # ------------------------------------------------------------------ training
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        self.engine.before_backward()
-        super().backward(tensor, module, *args, **kwargs)
-        self.engine.after_backward()
+        with self._explained("backward pass"):
+            self.engine.before_backward()
+            super().backward(tensor, module, *args, **kwargs)
+            self.engine.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
-        result = super().optimizer_step(optimizer, **kwargs)
+        with self._explained("optimizer step"):
+            result = super().optimizer_step(optimizer, **kwargs)
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         self.engine.after_step(optimizer, where=f"step {self._steps[optimizer]} of this optimizer")
         return result

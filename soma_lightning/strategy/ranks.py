@@ -47,7 +47,8 @@ class Ranks(ParallelStrategy):  # type: ignore[misc]
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks as a 4-D mesh: pp, dp_replicate, dp_shard, tp.
+        """The ranks as a 4-D mesh: pp, dp_replicate, dp_shard, tp; and, by Lightning's names, data_parallel and
+        tensor_parallel.
 
         RuntimeError with one process, or before the processes have met (`fit`, `validate`, ..., `fabric.launch`).
         """

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,11 +20,18 @@ from torch.optim import Optimizer
 from soma_lightning.compat import turn_inference_mode_off, unwrap_optimizer
 from soma_lightning.layout.full_state import gather
 from soma_lightning.layout.mesh import Layout
-from soma_lightning.layout.shard import ShardedModule
 from soma_lightning.optim.fused_adamw import FusedAdamW
 from soma_lightning.strategy import processes
 from soma_lightning.strategy.checkpoint import refuse_directory
 from soma_lightning.strategy.engine import Engine
+from soma_lightning.strategy.hooks import (
+    follow_toggles,
+    hooks_see_gradients,
+    refuse_copies_of_the_module,
+    thawing_callback,
+)
+from soma_lightning.strategy.loss_scale import share_loss_scale
+from soma_lightning.strategy.memory import Activity
 from soma_lightning.strategy.options import StrategyOptions
 from soma_lightning.strategy.precision import with_deferred_clipping
 from soma_lightning.strategy.ranks import Ranks
@@ -62,8 +67,9 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
         of a .json file writes it there; False does neither.
 
     What a program can notice: `.grad` after the step holds unclipped gradients; LearningRateMonitor writes
-    `lr-FusedAdamW` instead of `lr-AdamW`. With a GradScaler (16-mixed) gradients are unscaled in place before the step,
-    as without this strategy, and a step that the scaler skips is not counted in `skipped_steps`.
+    `lr-FusedAdamW` instead of `lr-AdamW`. With a GradScaler (16-mixed) one process unscales gradients in place before
+    the step, as without this strategy; several divide inside the step. A step that the scaler skips is not counted in
+    `skipped_steps`.
     Raises ValueError for a value that is unknown or not available, naming what is.
     """
 
@@ -164,24 +170,26 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
     def setup(self, trainer: pl.Trainer) -> None:
         if self.is_distributed:
             turn_inference_mode_off(trainer)
-            _refuse_copies_of_the_module(trainer)
-        super().setup(trainer)
+            refuse_copies_of_the_module(trainer)
+            share_loss_scale(self.precision_plugin, in_place=hooks_see_gradients(trainer))
+        precision = str(self.precision_plugin.precision)
+        with self.engine.explaining_memory("set-up", device=self.root_device, precision=precision):
+            super().setup(trainer)
 
     def _setup_model(self, model: Module) -> Module:
         if self._layer_sync is not None and self.is_distributed and not self.engine.is_sharded(model):
             model = self._layer_sync.apply(model)
         first_time = not self.engine.is_sharded(model)
         module = self.lightning_module
-        callbacks = [] if module is None else module.trainer.callbacks  # type: ignore[attr-defined]
         model = self.engine.setup_module(
             model,
             device=self.root_device,
             precision=str(self.precision_plugin.precision),
-            thawed_by=next((type(c).__name__ for c in callbacks if isinstance(c, BaseFinetuning)), None),
+            thawed_by=None if module is None else thawing_callback(module.trainer),
         )
         sharded = self.engine.sharded(model)
         if sharded is not None and first_time:
-            _follow_toggles(model, sharded)
+            follow_toggles(model, sharded)
         return model
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -223,13 +231,46 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._explained("optimizer step"):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         module = self.lightning_module
         assert module is not None
         self.engine.after_step(optimizer, where=f"global_step {module.trainer.global_step}")
         if self.engine.options.log_grad_norm:
             self._log_grad_norm(module, optimizer)
         return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explained("forward pass"):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explained("evaluation"):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explained("evaluation"):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explained("evaluation"):
+            return super().predict_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._explained("backward pass"):
+            return super().backward(*args, **kwargs)
+
+    def _explained(self, activity: Activity) -> AbstractContextManager[None]:
+        """Inside, an error for want of memory says what would need less."""
+        module = self.lightning_module
+        assert module is not None
+        return self.engine.explaining_memory(
+            activity,
+            device=self.root_device,
+            precision=str(self.precision_plugin.precision),
+            where=f"global_step {module.trainer.global_step}",
+            accumulate=module.trainer.accumulate_grad_batches if module.automatic_optimization else None,
+        )
 
     def _log_grad_norm(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
         optimizers = [unwrap_optimizer(candidate) for candidate in self.optimizers]
@@ -338,26 +379,3 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
         algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
         norm = f" (norm type {self.engine.options.norm_type})" if algorithm == "norm" else ""
         return f"by {algorithm} {trainer.gradient_clip_val}{norm}"
-
-
-def _follow_toggles(module: Module, sharded: ShardedModule) -> None:
-    """`toggle_optimizer` acts on the optimizer's parameters, the shards; inside a step the gathered ones compute."""
-    for name in ("toggle_optimizer", "untoggle_optimizer"):
-        toggle = getattr(module, name)
-
-        @functools.wraps(toggle)
-        def toggle_and_follow(*args: Any, _toggle: Callable[..., None] = toggle, **kwargs: Any) -> None:
-            _toggle(*args, **kwargs)
-            sharded.follow_requires_grad()
-
-        setattr(module, name, toggle_and_follow)
-
-
-def _refuse_copies_of_the_module(trainer: pl.Trainer) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise ValueError(
-                f"{type(callback).__name__} copies the module before its parameters are divided over "
-                f"{trainer.world_size} processes and cannot average them; use devices=1, or a callback that averages "
-                "the parameters it finds in on_train_start"
-            )

@@ -20,6 +20,7 @@ from soma_lightning.compat import (
     follow_requires_grad,
     fsdp_groups,
     gather_for_backward_only_what_it_visits,
+    name_submesh,
     renew_fsdp_dtypes,
     separate_store,
 )
@@ -100,6 +101,16 @@ def test_a_tensor_is_cut_without_communication(mesh: DeviceMesh) -> None:
     part = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None)
     assert isinstance(part, DTensor)
     assert part.to_local().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_part_of_a_mesh_gets_another_name(mesh: DeviceMesh) -> None:
+    world = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
+    name_submesh(world, ("a", "b"), "first")
+    name_submesh(world, ("c",), "second")
+    assert [world[name].mesh_dim_names for name in ("first", "second")] == [("first",), ("second",)]
+    assert [world[name].size() for name in ("first", "second")] == [1, 1]
+    assert world.mesh_dim_names == ("a", "b", "c")
+    assert world["a", "b"].ndim == 2
 
 
 def test_load_hooks_see_the_state_dict_before_it_is_copied() -> None:

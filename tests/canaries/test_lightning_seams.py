@@ -27,6 +27,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from soma_lightning.compat import (
+    has_step_hooks,
     is_still_scaled,
     script_launcher,
     set_rank_of_messages,
@@ -189,3 +190,34 @@ def test_a_grad_scaler_tells_whether_it_has_unscaled() -> None:
         assert not is_still_scaled(scaler, optimizer)
         scaler.step(optimizer)
         scaler.update()
+
+
+def test_a_grad_scaler_asks_its_own_methods_to_unscale_and_to_step() -> None:
+    """The two that ranks answer together: `soma_lightning.strategy.loss_scale`."""
+    weight, calls = parameter(), []
+
+    class Asked(torch.amp.GradScaler):
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+            calls.append((inv_scale.item(), allow_fp16))
+            return {found_inf.device: found_inf}
+
+        def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+            (found_inf,) = optimizer_state["found_inf_per_device"].values()
+            found_inf.fill_(1.0)
+
+    scaler = Asked("cpu", init_scale=4.0)
+    scaler.scale(weight.sum()).backward()
+    optimizer = AdamW([weight])
+    scaler.step(optimizer)
+    scaler.update()
+    assert calls == [(0.25, False)]
+    assert scaler.get_scale() == 2.0
+
+
+def test_an_optimizer_tells_whether_it_has_step_hooks() -> None:
+    optimizer = AdamW([parameter()])
+    assert not has_step_hooks(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert has_step_hooks(optimizer)
+    handle.remove()
+    assert not has_step_hooks(optimizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from soma_lightning.models.pi05.initialization import initialize_from_scratch
 from soma_lightning.models.pi05.model import PI05Model
 from soma_lightning.strategy.engine import Engine
 from soma_lightning.strategy.options import StrategyOptions
+from tests.ranks import ranks_run
 
 #: One worker runs the file: starting its processes takes longest.
 pytestmark = pytest.mark.xdist_group("precision_docs")
@@ -173,8 +173,8 @@ def alone(trainable: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(run_ranks: Callable[..., list[Any]]) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(on_ranks)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return ranks_run(on_ranks, tmp_path_factory.mktemp("ranks"), device="cpu")
 
 
 @pytest.mark.parametrize("trainable", ["expert", "all"])

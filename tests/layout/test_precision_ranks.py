@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from soma_lightning.layout.casting import apply_precision, keep_gradient_dtypes
 from soma_lightning.layout.wrap import UnitPlan, WrapOptions, plan_units
+from tests.ranks import ranks_run
 
 #: One worker runs the file: starting its processes takes longest.
 pytestmark = pytest.mark.xdist_group("precision_ranks")
@@ -342,8 +343,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ranks(run_ranks: Callable[..., list[Any]]) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(on_ranks)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return ranks_run(on_ranks, tmp_path_factory.mktemp("ranks"), device="cpu")
 
 
 # -------------------------------------------------------------------- what must hold

@@ -228,6 +228,40 @@ def test_a_scaled_loss_that_overflowed_skips_the_step(path: Path) -> None:
     assert largest_difference(model, network()) == 0.0
 
 
+def test_unscaled_gradients_are_divided_in_the_step_and_its_skips_are_not_counted(path: Path) -> None:
+    """What a GradScaler does, which knows of the skip and lowers the scale."""
+    a, b = network(), network()
+    scaled, plain = path.fused(groups(a)), path.fused(groups(b))
+    for step in range(4):
+        for model, optimizer in ((a, scaled), (b, plain)):
+            optimizer.zero_grad()
+            backward(model, step)
+        for p in a.parameters():
+            if p.grad is not None:
+                p.grad *= 2.0**16
+        scaled.unscale(torch.tensor(2.0**16))
+        if step == 2:
+            a[4].weight.grad[0, 0] = math.inf
+            b[4].weight.grad[0, 0] = math.inf
+        torch.testing.assert_close(scaled.grad_norm(), plain.grad_norm(), rtol=0, atol=0, equal_nan=True)
+        for optimizer in (scaled, plain):
+            optimizer.clip(max_norm=0.01)
+            optimizer.step()
+        assert bool(scaled.found_nonfinite) is (step == 2)
+    assert largest_difference(a, b) == 0.0
+    assert (int(plain.skipped_steps), int(scaled.skipped_steps)) == (1, 0)
+    scaled.unscale(2.0**16)
+    scaled.zero_grad()
+    plain.zero_grad()
+    backward(a, 0)
+    backward(b, 0)
+    assert torch.equal(scaled.grad_norm(), plain.grad_norm())
+    scaled.unscale(2.0)
+    scaled.clip(loss_scale=2.0)
+    with pytest.raises(ValueError, match=r"from clip\(\) and one from unscale\(\)"):
+        scaled.step()
+
+
 def test_a_further_limit_keeps_what_gradients_are_divided_by() -> None:
     rule = ClipRule(normalizer=3, loss_scale=8.0).tightened(ClipRule(max_norm=1.0))
     assert (rule.normalizer, rule.loss_scale, rule.max_norm) == (3, 8.0, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,8 +24,8 @@ from soma_lightning.optim.nonfinite import explain_nonfinite
 from soma_lightning.optim.ownership import DIMENSIONS, Ownership
 
 WORLD = 4
-#: Where the ranks of this process compute; the tests of this file run on CPUs.
-DEVICE = sys.argv[4] if __name__ == "__main__" else "cpu"
+#: Where the tests of this file run; `run_checks` sets where the ranks of this process compute.
+DEVICE = "cpu"
 pytestmark = pytest.mark.xdist_group("optim_ranks")
 
 #: dp_replicate, dp_shard, tp
@@ -514,6 +514,25 @@ def all_checks() -> Iterator[tuple[str, Callable[[], None]]]:
 CHECKS = dict(all_checks())
 
 
+def run_checks(names: list[str], device: str) -> dict[str, str]:
+    """On every rank: check -> "ok" or a traceback; the first that fails ends them, and breaks those of its peers."""
+    global DEVICE
+    DEVICE = device
+    if device == "cuda":
+        torch.set_default_device(f"cuda:{dist.get_rank()}")
+    outcomes: dict[str, str] = {}
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            CHECKS[name]()
+            dist.barrier()
+            outcomes[name] = "ok"
+        except BaseException:
+            outcomes[name] = traceback.format_exc()
+            break
+    return outcomes
+
+
 def chosen() -> Iterator[str]:
     """Every layout with every norm and dtype in plain torch; kernels have a file of their own, and so have GPUs."""
     for sizes in LAYOUTS:
@@ -538,9 +557,3 @@ NAMES = list(chosen())
 def test_on_four_ranks(name: str, passes_on_all_ranks: Callable[[str], None]) -> None:
     assert name in CHECKS
     passes_on_all_ranks(name)
-
-
-if __name__ == "__main__":
-    from ranks import run_checks
-
-    run_checks(CHECKS)

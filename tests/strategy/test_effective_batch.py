@@ -48,8 +48,8 @@ def micro_batch(rank: int, number: int) -> dict[str, Tensor]:
     return {"x": x, "y": y, "valid": valid * (0.0 if (rank, number) == (1, 3) else 1.0)}
 
 
-def expected(ranks: int, accumulate: int, clip: float | None) -> dict[str, Tensor]:
-    """One process: the mean over all valid rows of a window."""
+def expected(ranks: int, accumulate: int, clip: float | None, norms: list[float] | None = None) -> dict[str, Tensor]:
+    """One process: the mean over all valid rows of a window. norms: takes those before clipping."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for start in range(0, MICRO_BATCHES, accumulate):
@@ -58,7 +58,9 @@ def expected(ranks: int, accumulate: int, clip: float | None) -> dict[str, Tenso
         optimizer.zero_grad()
         loss.backward()  # type: ignore[union-attr]
         if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if norms is not None:
+                norms.append(norm.item())
         optimizer.step()
     return whole(model)
 
@@ -89,6 +91,46 @@ def train(accumulate: int, clip: float | None, layout: str = "fsdp", **net: Any)
 def train_all() -> dict[str, dict[str, Tensor]]:
     cases = [(1, None, "fsdp"), (3, CLIP, "fsdp"), (1, CLIP, "replicate"), (3, None, "hsdp")]
     return {f"{accumulate} {clip} {layout}": train(accumulate, clip, layout) for accumulate, clip, layout in cases}
+
+
+def train_fabric(accumulate: int, clip: float | None) -> tuple[dict[str, Tensor], list[float]]:
+    """Parameters, and the norms that `fabric.clip_gradients` returned."""
+    from soma_lightning import FabricSomaSpeedStrategy
+
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    fabric = L.Fabric(accelerator="cpu", devices=size, strategy=FabricSomaSpeedStrategy(report=False))
+    fabric.launch()
+    model = Net()
+    module, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.05))[:2]
+    module.mark_forward_method("training_step")
+    norms = []
+    for start in range(0, MICRO_BATCHES, accumulate):
+        window = range(start, min(start + accumulate, MICRO_BATCHES))
+        for number in window:
+            with fabric.no_backward_sync(module, enabled=number != window[-1]):
+                fabric.backward(module.training_step(micro_batch(fabric.global_rank, number), number))
+        if clip is not None:
+            norms.append(fabric.clip_gradients(module, optimizer, max_norm=clip).item())
+        optimizer.step()
+        assert clip is None or optimizer.last_grad_norm.item() == pytest.approx(norms[-1], rel=1e-6)
+        optimizer.zero_grad()
+    return whole(model), norms
+
+
+def train_fabric_all() -> dict[tuple[int, float | None], tuple[dict[str, Tensor], list[float]]]:
+    return {case: train_fabric(*case) for case in FABRIC_CASES}
+
+
+FABRIC_CASES: list[tuple[int, float | None]] = [(1, None), (3, None), (1, CLIP), (3, CLIP)]
+
+
+def test_fabric_divides_by_the_count_of_all_ranks_and_clips_what_is_divided(tmp_path: Path) -> None:
+    for ranks, results in [(1, [train_fabric_all()]), (2, ranks_run(train_fabric_all, tmp_path))]:
+        for found in results:
+            for (accumulate, clip), (parameters, norms) in found.items():
+                limits: list[float] = []
+                assert_equal(parameters, expected(ranks, accumulate, clip, limits), f"{ranks} {accumulate} {clip}")
+                assert norms == pytest.approx(limits, rel=1e-5)
 
 
 def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:

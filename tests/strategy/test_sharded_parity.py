@@ -54,6 +54,12 @@ class Net(L.LightningModule):
             self.prefix.requires_grad_(False)
             self.blocks[1].requires_grad_(False)
 
+    def configure_model(self) -> None:
+        """As code written for Lightning's ModelParallelStrategy asks."""
+        if self.device_mesh is not None:
+            data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+            self.aliases = (data.size(), data.get_local_rank(), tensor.size(), tensor.get_local_rank())
+
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.prefix(x))
         for block in self.blocks:
@@ -184,6 +190,7 @@ def one_run(layout: str, case: dict[str, Any]) -> dict[str, Any]:
     return {
         "parameters": whole(model),
         "mesh": tuple(strategy.device_mesh.mesh.shape),
+        "aliases": model.aliases,
         "optimizers": {type(optimizer).__name__ for optimizer in strategy.optimizers},
         "placements": {n: str(getattr(p, "placements", None)) for n, p in model.named_parameters()},
         "memory": {
@@ -261,6 +268,13 @@ def test_layouts_are_what_they_are_called(trained: Any) -> None:
     assert [rank["fsdp"]["everything"]["memory"]["norm.weight"] for rank in trained(4)] == [2, 2, 2, 2]
     assert [rank["fsdp"]["everything"]["memory"]["head.bias"] for rank in trained(4)] == [1, 1, 1, 0]
     assert two["replicate"]["everything"]["memory"]["norm.weight"] == 8
+
+
+def test_the_mesh_has_the_names_of_modelparallelstrategy(trained: Any) -> None:
+    for size in (2, 4):
+        for rank, found in enumerate(trained(size)):
+            for layout, cases in found.items():
+                assert {run["aliases"] for run in cases.values()} == {(size, rank, 1, 0)}, layout
 
 
 def test_frozen_parameters_stay_whole_unless_told(trained: Any) -> None:

@@ -12,7 +12,6 @@ import lightning as L  # noqa: N812 (Lightning's own convention)
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -109,10 +108,10 @@ def behaviors() -> dict[str, Any]:
         "sampler": sampler(),
         "stale": stale(),
         "strangers": strangers(),
+        "unlike": unlike_groups(),
         "finetuning": whole(finetuned()),
         "averaging": refused(callbacks=[EMAWeightAveraging(decay=0.9)]),
         "replicate": refused(strategy=SomaSpeedStrategy(frozen="replicate", report=False), callbacks=[Unfreeze()]),
-        "scaler": refused(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]),
         "directory": refused_directory(),
         "report": report(),
     }
@@ -202,6 +201,19 @@ def strangers() -> str:
 
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is compared)
         make_trainer().fit(Strange(), loader())
+    return str(caught.value)
+
+
+def unlike_groups() -> str:
+    """Each rank clips by other groups."""
+
+    class Unlike(Net):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            head = {"params": list(self.head.parameters()), "max_norm": 1.0 + self.global_rank}
+            return torch.optim.AdamW([head, {"params": list(self.body.parameters())}])
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is compared)
+        make_trainer().fit(Unlike(), loader())
     return str(caught.value)
 
 
@@ -362,8 +374,10 @@ def test_what_a_callback_unfreezes_later_trains(found: Any) -> None:
 def test_what_cannot_work_is_refused(found: Any) -> None:
     for rank in found:
         assert rank["averaging"].startswith("EMAWeightAveraging copies the module before its parameters are divided")
+        assert rank["unlike"].startswith(
+            "the parameter groups have max_norm [1.0, None] on rank 0 and [2.0, None] on rank 1"
+        )
         assert rank["replicate"].startswith("frozen='replicate', but Unfreeze trains frozen parameters later")
-        assert rank["scaler"].startswith("precision='16-mixed' works on one process only")
         assert "is a directory (a sharded checkpoint), which this version does not read" in rank["directory"]
 
 
