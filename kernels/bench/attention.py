@@ -139,8 +139,8 @@ def _gate(case: AttentionCase, layout: Layout, device: torch.device) -> None:
     try:
         with nan_filled_empty():
             got = _results(case, OURS_ATTENTION.build(case, mask), x)
-        for name, (ours, truth) in _against_truth(case, got, x, mask).items():
-            assert_close(name, ours, truth)
+        for name, truth in _truth(case, x, mask).items():
+            assert_close(name, got[name], truth)
     except AssertionError as error:
         raise WrongResultError(f"{case.name}, {layout}: {error}") from error
 
@@ -157,17 +157,14 @@ def _results(case: AttentionCase, call: Call, x: dict[str, Tensor]) -> dict[str,
     return {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(case.trains, grads, strict=True)}}
 
 
-def _against_truth(
-    case: AttentionCase, got: dict[str, Tensor], x: dict[str, Tensor], mask: Tensor | None
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """{tensor: (result, float64 truth)}."""
+def _truth(case: AttentionCase, x: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
+    """The output and the gradients in float64, by the names of `_results`."""
     exact = {name: t.detach().double().requires_grad_(name in case.trains) for name, t in x.items()}
     k, v, ck, cv = (exact.get(name) for name in ("k", "v", "ck", "cv"))
     truth = attention_reference(exact["q"], k, v, ck, cv, None, mask, case.D**-0.5)
     wanted = [exact[name] for name in case.trains]
     grads = torch.autograd.grad(truth, wanted, _grad_out(x).double())
-    named = {"out": truth.detach(), **{f"d{name}": grad for name, grad in zip(case.trains, grads, strict=True)}}
-    return {name: (got[name], named[name]) for name in got}
+    return {"out": truth.detach(), **{f"d{name}": grad for name, grad in zip(case.trains, grads, strict=True)}}
 
 
 def _row(
@@ -180,11 +177,14 @@ def _row(
     mask = mask_of(case, settings.device)
     readable = readable_keys(case, mask)
     floors: tuple[Floor, Floor] = (case.forward_floor(readable), case.backward_floor(readable))
+    truth = _truth(case, draw(case, layout, settings.device), mask)
     results = []
     for peer in ATTENTION_PEERS:
         say(f"timing {case.name}, {layout}: {peer.name}")
         absent = peer.why_absent(case, settings.device)
-        results.append(AttentionResult(peer.name, absent) if absent else _measure(settings, case, layout, peer, mask))
+        results.append(
+            AttentionResult(peer.name, absent) if absent else _measure(settings, case, layout, peer, mask, truth)
+        )
         gc.collect()
         if settings.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -193,7 +193,12 @@ def _row(
 
 
 def _measure(
-    settings: AttentionSettings, case: AttentionCase, layout: Layout, peer: AttentionPeer, mask: Tensor | None
+    settings: AttentionSettings,
+    case: AttentionCase,
+    layout: Layout,
+    peer: AttentionPeer,
+    mask: Tensor | None,
+    truth: Mapping[str, Tensor],
 ) -> AttentionResult:
     x = draw(case, layout, settings.device)
     call = peer.build(case, mask)
@@ -204,7 +209,7 @@ def _measure(
         if peer == OURS_ATTENTION:
             raise
         return AttentionResult(peer.name, f"refused: {str(error).strip().splitlines()[0][:80]}")
-    errors = {n: relative_rms(ours, true) for n, (ours, true) in _against_truth(case, got, x, mask).items()}
+    errors = {name: relative_rms(got[name], true) for name, true in truth.items()}
     note = peer.unlike_ours(case)
     if note is None and max(errors.values()) > WRONG * TOLERANCE[case.dtype]:
         note = "wrong result"

@@ -29,7 +29,7 @@ def relative_rms(got: Tensor, reference: Tensor, terms: Tensor | None = None) ->
 
     terms: relative to its RMS instead, where that is larger.
     """
-    got, reference = got.detach().double().cpu(), reference.detach().double().cpu()
+    got, reference = got.detach().double(), reference.detach().double().to(got.device)
     return _rms(got - reference) / (_size(reference, terms) or 1.0)
 
 
@@ -64,7 +64,7 @@ def assert_close(
         raise AssertionError(f"{name}: shape {tuple(got.shape)}, reference {tuple(reference.shape)}")
     if torch_result is not None and torch_result.dtype != got.dtype:
         raise ValueError(f"{name}: torch's result must have dtype {got.dtype}, got {torch_result.dtype}")
-    ours, truth = got.detach().double().cpu(), reference.detach().cpu()
+    ours, truth = got.detach().double(), reference.detach().to(got.device)
     finite = truth.isfinite()
     wrong = ~torch.isclose(ours, truth, rtol=0, atol=0, equal_nan=True) & ~(finite & ours.isfinite())
     if wrong.any():
@@ -72,14 +72,14 @@ def assert_close(
             f"{name}: {int(wrong.sum())} of {wrong.numel()} values differ in being finite; {_at(wrong)}"
         )
     ours, truth = ours[finite], truth[finite]
-    by_torch = None if torch_result is None else torch_result.detach().double().cpu()[finite]
-    terms = None if terms is None else terms.cpu()[finite]
+    by_torch = None if torch_result is None else torch_result.detach().double().to(got.device)[finite]
+    terms = None if terms is None else terms.to(got.device)[finite]
     limit = (slack if by_torch is None else 1.0) * _limit(got.dtype, truth, by_torch, terms)
     error = relative_rms(ours, truth, terms)
     if error > limit:
         raise AssertionError(f"{name}: relative RMS error {error:.3e} exceeds {limit:.3e} ({got.dtype})")
     if truth.numel():
-        rms = torch.tensor(_size(truth, terms), dtype=torch.float64)
+        rms = torch.tensor(_size(truth, terms), dtype=torch.float64, device=truth.device)
         element = truth.abs() if terms is None else torch.maximum(truth.abs(), terms.double().abs())
         share = (ours - truth).abs() / (element + rms + (rms == 0))
         if share.max().item() > ELEMENT_FACTOR * limit:
