@@ -158,18 +158,16 @@ class FusedAdamW(AdamW):
         normalizer: float | Tensor | None = None,
         *,
         norm_type: float | None = None,
-        loss_scale: float | Tensor | None = None,
     ) -> None:
         """Sets what the next `step()` applies to its gradients; replaces an earlier call, reads no gradient.
 
         max_norm: limit of the global norm over all groups without a limit of their own. max_value: limit of every
         element. normalizer: gradients are divided by it before either; over several ranks each gives its own count and
-        the sum of all divides. norm_type: 2.0 or inf; None means `self.norm_type`. loss_scale: of scaled losses (fp16),
-        equal on all ranks; gradients are divided by it too.
+        the sum of all divides. norm_type: 2.0 or inf; None means `self.norm_type`.
         Without arguments the pending rule is dropped. Raises ValueError when both limits are set, when one is not
         positive, and for a normalizer where ranks average their gradients.
         """
-        rule = ClipRule(max_norm, max_value, normalizer, self.norm_type if norm_type is None else norm_type, loss_scale)
+        rule = ClipRule(max_norm, max_value, normalizer, self.norm_type if norm_type is None else norm_type)
         if self.ownership is not None:
             self.ownership.refuse_normalizer(normalizer)
         self._control.rule = rule if rule.divides or max_norm is not None or max_value is not None else None
@@ -191,9 +189,9 @@ class FusedAdamW(AdamW):
 
         loss_scale: number or 0-d tensor, equal on all ranks. `grad_norm()` and the next `step()` divide by it; if that
         step is skipped the scaler knows why, and it counts neither in `skipped_steps` nor in `consecutive_skips`.
-        `zero_grad()` forgets it.
+        `zero_grad()` forgets it. Raises ValueError for anything else.
         """
-        self._control.loss_scale = loss_scale
+        self._control.loss_scale = ClipRule(loss_scale=loss_scale).loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -223,10 +221,7 @@ class FusedAdamW(AdamW):
                     f"this step has a normalizer from clip(), {rule.normalizer!r}, and samples from count(); use one"
                 )
             rule = dataclasses.replace(rule, normalizer=counted)
-        if self._control.loss_scale is not None:
-            if rule.loss_scale is not None:
-                raise ValueError("this step has a loss scale from clip() and one from unscale(); use one")
-            rule = dataclasses.replace(rule, loss_scale=self._control.loss_scale)
+        rule = dataclasses.replace(rule, loss_scale=self._control.loss_scale)
         if self.ownership is None:
             return rule
         return dataclasses.replace(rule, normalizer=self.ownership.share_of(rule.normalizer))
