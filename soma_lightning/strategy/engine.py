@@ -338,8 +338,13 @@ class Engine:
             if self.mesh is not None:
                 self._counts = any_rank_counts(self._counts, torch.device(self.mesh.device_mesh.device_type))
                 self._sum_gradients(self._counts)
-        if count is None:
+        if count is None and not self._counts:
             return
+        if count is None:
+            raise ValueError(
+                "soma_normalizer is not set before this backward pass, but some rank set it before the first one, so "
+                "gradients are sums; set it before every backward pass, to 0 where a rank has no valid sample"
+            )
         if not self._counts:
             raise ValueError(
                 "soma_normalizer was not set in the first training step of this run, so gradients are averages; set it "

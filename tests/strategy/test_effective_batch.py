@@ -169,6 +169,19 @@ def test_a_count_that_comes_late_is_refused() -> None:
         train(1, None, declares=False)
 
 
+def test_a_count_that_is_taken_back_is_refused() -> None:
+    class Forgetful(Net):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            self.soma_normalizer = batch["valid"].sum() if batch_idx == 0 else None
+            return self.loss_sum(batch)
+
+    batches = DataLoader([micro_batch(0, number) for number in range(2)], batch_size=None)  # type: ignore[arg-type]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(strategy="somaspeed", devices=1, accelerator="cpu", max_steps=2, **quiet)
+    with pytest.raises(ValueError, match="soma_normalizer is not set before this backward pass"):
+        trainer.fit(Forgetful(), batches)
+
+
 def test_a_count_needs_the_fused_step() -> None:
     with pytest.raises(ValueError, match="soma_normalizer needs the fused optimizer step, which is off: torch .SGD."):
         train(1, None, optimizer=torch.optim.SGD)

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L  # noqa: N812 (Lightning's own convention)
 import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch.nn import Linear
 
 from soma_lightning import FabricSomaSpeedStrategy, Layout, SomaSpeedStrategy
 from soma_lightning.compat import set_rank_of_messages
@@ -54,6 +55,11 @@ def test_what_comes_later_is_refused_by_name(strategy: Any, name: str) -> None:
         ({"forward_methods": "sample"}, "forward_methods='sample' must be a list of names"),
         ({"timeout": 0}, "timeout=0 must be a positive number of seconds"),
         ({"timeout": float("inf")}, "timeout=inf must be a positive number of seconds"),
+        ({"wrap_policy": {Linear}}, "wrap_policy={<class 'torch.nn.modules.linear.Linear'>} must be a dict or None"),
+        ({"wrappers": ["head"]}, "wrappers=['head'] must be a dict or None"),
+        ({"mixed_precision": "bf16"}, "mixed_precision='bf16' must be a dict or None"),
+        ({"mixed_precision_policies": "fp32"}, "mixed_precision_policies='fp32' must be a dict or None"),
+        ({"mixed_precision_rules": ["a"]}, "mixed_precision_rules=['a'] must be a dict or None"),
         ({"wrappers": {"a": {}}}, "wrappers.a"),
         ({"mixed_precision_rules": {"norms": "fp32"}}, "mixed_precision_rules.norms=fp32: there is no wrapper 'norms'"),
         ({"nonfinite": "zero"}, "nonfinite='zero' is not available; use one of 'skip', 'raise'"),
