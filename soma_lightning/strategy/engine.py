@@ -7,6 +7,7 @@ process group and nothing is sharded.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -85,7 +86,8 @@ class Engine:
         self.world_size = 1
         self.mesh: WorldMesh | None = None
         self._failures: FailureWatch | None = None
-        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        # A dict keeps the order of set-up; a set has another one on every rank, and so had their collectives.
+        self._modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         self._paths: weakref.WeakKeyDictionary[Optimizer, OptimizerPath] = weakref.WeakKeyDictionary()
         self._watches: weakref.WeakKeyDictionary[Optimizer, _SkipWatch] = weakref.WeakKeyDictionary()
         #: Whether the step divides by counts of samples; None before the first backward pass tells.
@@ -173,7 +175,7 @@ class Engine:
         thawed_by: who will let frozen parameters train later; they are sharded then. ValueError if the settings forbid
         it.
         """
-        self._modules.add(module)
+        self._modules[module] = None
         self._counts = None
         before = sharded_module(module)
         if before is not None:
@@ -235,8 +237,16 @@ class Engine:
             ownership = Ownership.from_mesh(self.mesh.device_mesh, sums=self._counts is True)
             ownership.refuse_unlike_groups(optimizer.param_groups)
             optimizer.ownership = ownership
+            optimizer.when_zeroed(functools.partial(self._drop_unreduced, weakref.ref(optimizer)))
         self._paths[optimizer] = path
         return path
+
+    def _drop_unreduced(self, reference: weakref.ref[FusedAdamW]) -> None:
+        optimizer = reference()
+        assert optimizer is not None, "it calls this"
+        params = {p for group in optimizer.param_groups for p in group["params"]}
+        for sharded in self._sharded_modules():
+            sharded.drop_unreduced(params)
 
     def path_of(self, optimizer: Optimizer) -> OptimizerPath:
         """How `optimizer` steps, as decided by `setup_optimizer`."""
