@@ -90,6 +90,17 @@ def turn_inference_mode_off(trainer: Any) -> None:
         loop.inference_mode = False
 
 
+def move_device_records(root: Module, device: torch.device) -> None:
+    """What `root.to(device)` does besides parameters and buffers: `self.device` and the states of torchmetrics."""
+    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+    from torchmetrics import Metric
+
+    _update_properties(root, device=device)
+    for module in root.modules():
+        if isinstance(module, Metric):
+            module.to(device)
+
+
 def separate_store() -> Any:
     """The store that the process group was made with, through a connection of its own: a thread can use it."""
     from torch.distributed.distributed_c10d import _get_default_store

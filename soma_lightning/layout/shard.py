@@ -162,14 +162,15 @@ def shard_module(
     forward_methods: qualified names of methods of units that run like `forward` ("decode", "policy.sample").
     Optimizers built before this call hold parameters that no longer exist; what was set as an attribute of a parameter
     is on the new one.
-    Raises ValueError naming a parameter that has no memory yet, is not contiguous or has a gradient hook, a module that
-    is already sharded, and a forward method that does not exist or belongs to no unit.
+    Raises ValueError naming a parameter that has no memory yet, is not contiguous or has a gradient hook, an embedding
+    with max_norm, a module that is already sharded, and a forward method that does not exist or belongs to no unit.
     """
     _refuse_unshardable(root)
     names = dict(root.named_parameters())
     replicated = [names[name] for name in plan.replicated]  # in this order on every rank
     ignored = set(replicated)
     _refuse_hooks({name: param for name, param in names.items() if param not in ignored})
+    _refuse_renormalizing(root, ignored)
     done: set[int] = set()
     facts = []
     for unit in plan.units:
@@ -224,8 +225,19 @@ def _refuse_hooks(sharded: dict[str, torch.nn.Parameter]) -> None:
         if param._backward_hooks or param._post_accumulate_grad_hooks:
             raise ValueError(
                 f"{name!r} has a gradient hook, which would never run: sharding replaces the parameter, and FSDP2 "
-                "writes the gradient of its part itself; change gradients in on_before_optimizer_step, or in a hook of the "
-                "module (register_full_backward_hook)"
+                "writes the gradient of its part itself; change gradients in on_before_optimizer_step, or in a hook of "
+                "the module (register_full_backward_hook)"
+            )
+
+
+def _refuse_renormalizing(root: Module, ignored: set[torch.nn.Parameter]) -> None:
+    for name, module in root.named_modules():
+        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or module.max_norm is None:
+            continue
+        if module.weight not in ignored:
+            raise ValueError(
+                f"{name!r} has max_norm={module.max_norm}: its forward writes to its weight, and FSDP2 forgets what is "
+                "written to gathered parameters; normalize the rows that it returns instead"
             )
 
 

@@ -6,7 +6,7 @@ Nothing here talks to other processes: every rank makes the same plan from the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -91,6 +91,10 @@ def check_settings(options: PlanOptions) -> None:
     """ValueError for what is wrong whatever the model and the precision flag are."""
     if options.frozen not in ("auto", "replicate", "shard"):
         raise ValueError(f"frozen={options.frozen!r} is unknown; use 'auto', 'replicate' or 'shard'")
+    for name in ("wrap_policy", "wrappers", "mixed_precision", "mixed_precision_policies", "mixed_precision_rules"):
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{name}={value!r} must be a mapping; docs/precision.md shows one")
     check_wrap_settings(options)
     read_precision(options, None)
 

@@ -22,7 +22,7 @@ from soma_lightning.layout.full_state import accept_full_state
 from soma_lightning.layout.mesh import Layout, WorldMesh, resolve_layout
 from soma_lightning.layout.shard import ShardedModule, entry_points, shard_module, sharded_module
 from soma_lightning.layout.wrap import plan_units
-from soma_lightning.optim.adoption import adopt, why_not_adopted
+from soma_lightning.optim.adoption import adopt, refuse_local_decisions, why_not_adopted
 from soma_lightning.optim.clipping import ClipRule
 from soma_lightning.optim.fused_adamw import FusedAdamW
 from soma_lightning.optim.nonfinite import explain_nonfinite
@@ -86,7 +86,7 @@ class Engine:
         self.world_size = 1
         self.mesh: WorldMesh | None = None
         self._failures: FailureWatch | None = None
-        # A dict keeps the order of set-up; a set has another one on every rank, and so had their collectives.
+        # In the order of set-up on all ranks, as their collectives must be: a set has none.
         self._modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         self._paths: weakref.WeakKeyDictionary[Optimizer, OptimizerPath] = weakref.WeakKeyDictionary()
         self._watches: weakref.WeakKeyDictionary[Optimizer, _SkipWatch] = weakref.WeakKeyDictionary()
@@ -226,6 +226,7 @@ class Engine:
         of no module that was set up.
         """
         if self.mesh is not None:
+            refuse_local_decisions(optimizer)
             self._names.relink(optimizer)
             if optimizer not in self._relinked:
                 accept_full_state(optimizer)
@@ -244,9 +245,8 @@ class Engine:
     def _drop_unreduced(self, reference: weakref.ref[FusedAdamW]) -> None:
         optimizer = reference()
         assert optimizer is not None, "it calls this"
-        params = {p for group in optimizer.param_groups for p in group["params"]}
         for sharded in self._sharded_modules():
-            sharded.drop_unreduced(params)
+            sharded.drop_unreduced({p for group in optimizer.param_groups for p in group["params"]})
 
     def path_of(self, optimizer: Optimizer) -> OptimizerPath:
         """How `optimizer` steps, as decided by `setup_optimizer`."""

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import ranks_run, whole
 from tests.strategy.test_sharded_fabric import inputs, make_fabric
+from tests.strategy.test_sharded_trainer import Net, loader, make_trainer
 
 #: One worker runs the file: starting its processes takes longest.
 pytestmark = pytest.mark.xdist_group("odd_models")
@@ -52,7 +54,10 @@ def every_rank() -> dict[str, Any]:
         "sums": sums_of_two_passes(),
         "dropped": {layout: dropped(layout) for layout in ("fsdp", "replicate")},
         "attributes": attributes(),
-        "refused": {change.__name__: refused(change) for change in (hooked, accumulating)},
+        "refused": {change.__name__: refused(change) for change in (hooked, accumulating, renormalizing)},
+        "lbfgs": refused_optimizer(),
+        "stock": stock_clipping(),
+        "device": device_records(),
     }
 
 
@@ -114,6 +119,72 @@ def hooked(model: Scaled) -> None:
 
 def accumulating(model: Scaled) -> None:
     model.body.weight.register_post_accumulate_grad_hook(lambda param: None)
+
+
+def renormalizing(model: Scaled) -> None:
+    model.body = nn.Embedding(4, 4, max_norm=1.0)  # type: ignore[assignment]
+
+
+def refused_optimizer() -> str:
+    model = Scaled()
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is compared)
+        make_fabric().setup(model, torch.optim.LBFGS(model.parameters()))
+    return str(caught.value)
+
+
+def thawing(model: nn.Module, optimizer: Any, run: Callable[[int], Any]) -> list[float]:
+    """The norms of six steps of SGD; the body, whole on every rank, trains from the fourth on."""
+    norms = []
+    for step in range(6):
+        optimizer.zero_grad()
+        model.get_submodule("body").requires_grad_(step >= 3)
+        norms.append(float(run(step)))
+        optimizer.step()
+    return norms
+
+
+def frozen_body() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(6, 8).requires_grad_(False))
+    model.add_module("head", nn.Linear(8, 3))
+    for param in model.parameters():
+        nn.init.constant_(param, 0.1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def stock_clipping() -> tuple[list[float], dict[str, Tensor]]:
+    """Whole and divided parameters in an optimizer without the fused step."""
+    fabric = make_fabric()
+    model, stock = frozen_body()
+    wrapped, optimizer = fabric.setup(model, stock)
+
+    def run(step: int) -> Any:
+        fabric.backward(wrapped(my_part(fabric, step)).square().mean())
+        return fabric.clip_gradients(wrapped, optimizer, max_norm=0.05)
+
+    return thawing(model, optimizer, run), whole(model)
+
+
+def device_records() -> tuple[torch.device, list[torch.device]]:
+    """What the module and its metric believe after a set-up that moves parameters one by one."""
+
+    class Recording(torchmetrics.MeanMetric):
+        def to(self, device: Any) -> Any:  # type: ignore[override]
+            moves.append(device)
+            return super().to(device)
+
+    class Measured(Net):
+        def setup(self, stage: str) -> None:
+            self.metric = Recording()
+            self._device = torch.device("meta")
+
+        def on_fit_start(self) -> None:
+            self.believed = self.device
+
+    moves: list[torch.device] = []
+    model = Measured()
+    make_trainer(max_steps=1).fit(model, loader())
+    return model.believed, moves
 
 
 def refused(change: Callable[[Scaled], None]) -> str:
@@ -187,3 +258,28 @@ def test_attributes_of_parameters_stay(found: Any) -> None:
 def test_a_hook_that_would_never_run_is_refused(found: Any, kind: str) -> None:
     for rank in found:
         assert rank["refused"][kind].startswith("'body.weight' has a gradient hook, which would never run")
+
+
+def test_what_would_go_wrong_unseen_is_refused(found: Any) -> None:
+    for rank in found:
+        assert rank["refused"]["renormalizing"].startswith("'body' has max_norm=1.0: its forward writes to its weight")
+        assert rank["lbfgs"].startswith("LBFGS decides by sums over all parameters")
+
+
+def test_stock_clipping_takes_whole_and_divided_parameters_together(found: Any) -> None:
+    model, optimizer = frozen_body()
+
+    def run(step: int) -> Any:
+        model(inputs(step)).square().mean().backward()
+        return nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    norms = thawing(model, optimizer, run)
+    for rank in found:
+        got, parameters = rank["stock"]
+        assert got == pytest.approx(norms, abs=1e-5)
+        assert_equal(parameters, whole(model))
+
+
+def test_module_and_metrics_know_their_device(found: Any) -> None:
+    for rank in found:
+        assert rank["device"] == (torch.device("cpu"), [torch.device("cpu")])
