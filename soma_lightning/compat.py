@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +90,17 @@ def turn_inference_mode_off(trainer: Any) -> None:
         loop.inference_mode = False
 
 
+def move_device_records(root: Module, device: torch.device) -> None:
+    """What `root.to(device)` does besides parameters and buffers: `self.device` and the states of torchmetrics."""
+    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+    from torchmetrics import Metric
+
+    _update_properties(root, device=device)
+    for module in root.modules():
+        if isinstance(module, Metric):
+            module.to(device)
+
+
 def separate_store() -> Any:
     """The store that the process group was made with, through a connection of its own: a thread can use it."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -164,6 +176,27 @@ def renew_fsdp_dtypes(module: Module) -> bool:
             group._init_mp_dtypes()
             renewed = True
     return renewed
+
+
+def drop_unreduced_gradients(module: Module, params: Collection[Tensor]) -> None:
+    """Forgets what a unit has accumulated without reduction for those of its parameters that are in `params`.
+
+    RuntimeError if it is summed inside a replica already, together with gradients of other parameters that train.
+    """
+    for group in fsdp_groups(module):
+        mine = [param for param in group.fsdp_params if param.sharded_param in params]
+        for param in mine:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+        if not mine or group._partial_reduce_output is None:
+            continue
+        if any(p.sharded_param.requires_grad and p not in mine for p in group.fsdp_params):
+            raise RuntimeError(
+                "zero_grad() of one of two optimizers that share a sharding unit, while gradients wait for their sum "
+                "over replicas; call it after a backward pass that synchronizes, or give each optimizer its own units"
+            )
+        group._partial_reduce_output = None
 
 
 def follow_requires_grad(module: Module) -> None:

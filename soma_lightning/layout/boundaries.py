@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from soma_lightning.layout.precision import Precision, PrecisionOptions, PrecisionRules
-from soma_lightning.layout.selectors import Named, Selector, class_names, is_called, near_misses, select
+from soma_lightning.layout.selectors import Named, Selector, check_entries, class_names, is_called, near_misses, select
 
 #: Items of a list become units above this number of parameters, and single modules (embeddings, heads) above that one.
 MIN_LAYER_PARAMETERS = 1_000_000
@@ -54,8 +54,7 @@ def check_wrap_settings(options: BoundaryOptions) -> None:
     for key, entries in (options.wrap_policy or {}).items():
         if key not in _WRAP_POLICY:
             raise ValueError(f"wrap_policy has no key {key!r}{near_misses(key, _WRAP_POLICY)}; it has {_keys()}")
-        if isinstance(entries, str) or not entries:
-            raise ValueError(f"wrap_policy.{key}={entries!r} must be a list with at least one name")
+        check_entries(entries, f"wrap_policy.{key}")
     if options.wrap_policy is not None and not options.wrap_policy:
         raise ValueError(f"wrap_policy is empty; use {_keys()}, or leave it out")
     for name, wrapper in (options.wrappers or {}).items():
@@ -98,6 +97,7 @@ def _read_wrapper(name: str, wrapper: Mapping[str, Any]) -> tuple[str, str]:
     if len(selectors) != 1:
         given = " and ".join(selectors) or "none"
         raise ValueError(f"{where} needs exactly one of {', '.join(_SELECTORS)}, got {given}; use a wrapper for each")
+    check_entries(wrapper[selectors[0]], f"{where}.{selectors[0]}")
     mode = wrapper.get("wrap_mode", "individual")
     if mode not in _WRAP_MODES:
         raise ValueError(f"{where}.wrap_mode={mode!r} is unknown; use one of {', '.join(_WRAP_MODES)}")

@@ -123,6 +123,8 @@ def read_precision(options: PrecisionOptions, precision: str | None) -> Precisio
     for wrapper, policy in rules.items():
         where = f"mixed_precision_rules.{wrapper}={policy}"
         _check_known(where, "wrapper", wrapper, options.wrappers or {})
+        if not isinstance(policy, str):
+            raise ValueError(f"{where} must be the name of one of mixed_precision_policies")
         _check_known(where, "policy", policy, policies)
     unused = [name for name in policies if name not in rules.values()]
     if unused:

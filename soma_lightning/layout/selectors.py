@@ -23,8 +23,7 @@ def select(root: nn.Module, kind: Selector, entries: Sequence[str], where: str) 
     "path" takes exact module paths or globs, whose `*` matches dots too.
     where: names the setting in errors. ValueError for an entry that selects nothing, with the nearest names.
     """
-    if isinstance(entries, str) or not entries or not all(isinstance(entry, str) for entry in entries):
-        raise ValueError(f"{where}={entries!r} must be a list of names with at least one entry")
+    check_entries(entries, where)
     # A module that is registered under several names can be selected by each of them.
     candidates = [(name, module) for name, module in root.named_modules(remove_duplicate=False) if name]
     chosen: set[nn.Module] = set()
@@ -39,6 +38,12 @@ def select(root: nn.Module, kind: Selector, entries: Sequence[str], where: str) 
             )
         chosen.update(matches)
     return [(name, module) for name, module in root.named_modules() if module in chosen]
+
+
+def check_entries(entries: object, where: str) -> None:
+    """ValueError unless `entries` is a list of names."""
+    if not isinstance(entries, list | tuple) or not entries or not all(isinstance(entry, str) for entry in entries):
+        raise ValueError(f"{where}={entries!r} must be a list of names with at least one entry")
 
 
 def class_names(module: nn.Module) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from soma_lightning.compat import (
     begin_fsdp,
+    drop_unreduced_gradients,
     follow_requires_grad,
     gather_for_backward_only_what_it_visits,
     renew_fsdp_dtypes,
@@ -61,6 +62,10 @@ class ShardedModule:
         self._heads = [unit.modules[0] for unit in plan.units]
         self._reduces = True
         self._sums = False
+        #: Whether the gradients of `replicated` are sums over all ranks already.
+        self._summed = False
+        #: Whether FSDP2 may hold gradients that no rank has in `.grad`.
+        self._unreduced = False
 
     def facts(self) -> dict[str, Any]:
         """Plain values for a report: this rank's place, the units, and what is whole on every rank."""
@@ -96,6 +101,11 @@ class ShardedModule:
 
     def before_backward(self) -> None:
         """Call before every backward pass: units that were frozen and train now reduce in their own dtype."""
+        if self._summed and self.mesh.dp_rank > 0:  # the next sum has them from the first rank
+            for param in self.replicated:
+                if param.grad is not None:
+                    param.grad.zero_()
+        self._summed = False
         if any([renew_fsdp_dtypes(head) for head in self._heads]):
             self.keep_gradient_dtypes()
 
@@ -108,9 +118,10 @@ class ShardedModule:
     def after_backward(self) -> None:
         """Call after every backward pass: averages, or sums up, what FSDP2 does not know."""
         if not self._reduces:
+            self._unreduced = True
             return
         grads = [p.grad for p in self.replicated if p.requires_grad and p.grad is not None]
-        for dtype in {grad.dtype for grad in grads}:
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):  # in one order on all ranks
             same = [grad for grad in grads if grad.dtype == dtype]
             flat = torch.cat([grad.reshape(-1) for grad in same]).float()
             dist.all_reduce(flat)
@@ -118,6 +129,13 @@ class ShardedModule:
                 flat /= self.mesh.dp_size
             for grad, mean in zip(same, torch.split(flat, [grad.numel() for grad in same]), strict=True):
                 grad.copy_(mean.view_as(grad))
+        self._summed = self._sums
+
+    def drop_unreduced(self, params: Collection[Tensor]) -> None:
+        """Call when the gradients of `params` are zeroed: what was accumulated without reduction goes with them."""
+        if self._unreduced:
+            for head in self._heads:
+                drop_unreduced_gradients(head, params)
 
     def follow_requires_grad(self) -> None:
         """Call after `requires_grad` of shards changed in the middle of a pass, while parameters are gathered."""
@@ -142,14 +160,18 @@ def shard_module(
     """Divides the parameters of `root` in place; all ranks start from the values of the first one.
 
     forward_methods: qualified names of methods of units that run like `forward` ("decode", "policy.sample").
-    Optimizers built before this call hold parameters that no longer exist.
-    Raises ValueError naming a parameter that has no memory yet or is not contiguous, a module that is already sharded,
-    and a forward method that does not exist or belongs to no unit.
+    Optimizers built before this call hold parameters that no longer exist; what was set as an attribute of a parameter
+    is on the new one.
+    Raises ValueError naming a parameter that has no memory yet, is not contiguous or has a gradient hook, an embedding
+    with max_norm, a module that is already sharded, and a forward method that does not exist or belongs to no unit.
     """
     _refuse_unshardable(root)
+    methods = entry_points(root, forward_methods)
     names = dict(root.named_parameters())
     replicated = [names[name] for name in plan.replicated]  # in this order on every rank
     ignored = set(replicated)
+    _refuse_hooks({name: param for name, param in names.items() if param not in ignored})
+    _refuse_renormalizing(root, ignored)
     done: set[int] = set()
     facts = []
     for unit in plan.units:
@@ -163,8 +185,11 @@ def shard_module(
             mp_policy=unit.mp or MixedPrecisionPolicy(),
             ignored_params=ignored,
         )
+    for name, param in root.named_parameters():
+        if param is not names[name]:
+            vars(param).update(vars(names[name]))
     _register_forward_methods(root, forward_methods)
-    apply_precision(root, plan, sharded=True, forward_methods=entry_points(root, forward_methods))
+    apply_precision(root, plan, sharded=True, forward_methods=methods)
     begin_fsdp(root)
     for unit in plan.units:
         gather_for_backward_only_what_it_visits(unit.modules[0])
@@ -193,6 +218,27 @@ def _refuse_unshardable(root: Module) -> None:
             raise ValueError(
                 f"{name!r} has strides {tensor.stride()}; FSDP2 shards contiguous parameters only: store it with "
                 "memory_format=torch.contiguous_format"
+            )
+
+
+def _refuse_hooks(sharded: dict[str, torch.nn.Parameter]) -> None:
+    for name, param in sharded.items():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name!r} has a gradient hook, which would never run: sharding replaces the parameter, and FSDP2 "
+                "writes the gradient of its part itself; change gradients in on_before_optimizer_step, or in a hook of "
+                "the module (register_full_backward_hook)"
+            )
+
+
+def _refuse_renormalizing(root: Module, ignored: set[torch.nn.Parameter]) -> None:
+    for name, module in root.named_modules():
+        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or module.max_norm is None:
+            continue
+        if module.weight not in ignored:
+            raise ValueError(
+                f"{name!r} has max_norm={module.max_norm}: its forward writes to its weight, and FSDP2 forgets what is "
+                "written to gathered parameters; normalize the rows that it returns instead"
             )
 
 
@@ -228,7 +274,18 @@ def _take_values_of_first_rank(tensors: Iterable[Tensor], device: torch.device, 
 
 
 def entry_points(root: Module, forward_methods: Sequence[str] | None) -> list[str]:
-    """Qualified names of the methods that run like forward: the step methods of `root` and `forward_methods`."""
+    """Qualified names of the methods that run like forward: the step methods of `root` and `forward_methods`.
+
+    ValueError for a name in `forward_methods` that `root` does not have.
+    """
+    for name in forward_methods or ():
+        path, _, method = name.rpartition(".")
+        try:
+            owner = root.get_submodule(path)
+        except AttributeError as error:
+            raise ValueError(f"forward_methods: there is no module {path!r} in {type(root).__name__}") from error
+        if not callable(getattr(owner, method, None)):
+            raise ValueError(f"forward_methods: {path or type(root).__name__!r} has no method {method!r}")
     return [*(name for name in STEP_METHODS if hasattr(root, name)), *(forward_methods or ())]
 
 
@@ -238,12 +295,7 @@ def _register_forward_methods(root: Module, names: Sequence[str]) -> None:
             register_fsdp_forward_method(root, name)
     for name in names:
         path, _, method = name.rpartition(".")
-        try:
-            owner = root.get_submodule(path)
-        except AttributeError as error:
-            raise ValueError(f"forward_methods: there is no module {path!r} in {type(root).__name__}") from error
-        if not callable(getattr(owner, method, None)):
-            raise ValueError(f"forward_methods: {path or type(root).__name__!r} has no method {method!r}")
+        owner = root.get_submodule(path)
         if not isinstance(owner, FSDPModule):
             raise ValueError(
                 f"forward_methods: {path!r} is no sharding unit, so {name!r} cannot gather its parameters; give "

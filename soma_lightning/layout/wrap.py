@@ -75,9 +75,10 @@ class UnitPlan:
     """What to shard, in order, and what to leave out.
 
     units: inside-out, the root last; for `fully_shard`. replicated: paths of parameters that no unit shards: pass them
-    as `ignored_params` of every call. They are frozen, or 0-d (FSDP2 cannot shard those; the gradient of a trainable
-    one must be reduced by the caller). unsharded: units with a precision of their own whose parameters are all
-    replicated; `casting.apply_precision` serves them. autocast_dtype: what the flag's autocast computes in, if it has.
+    as `ignored_params` of every call. They are frozen, 0-d or empty (FSDP2 cannot shard those; the gradient of a
+    trainable one must be reduced by the caller). unsharded: units with a precision of their own whose parameters are
+    all replicated; `casting.apply_precision` serves them. autocast_dtype: what the flag's autocast computes in, if it
+    has.
     """
 
     units: tuple[Unit, ...]
@@ -204,7 +205,7 @@ class _Planner:
         return UnitPlan(tuple(units), self._replicated, tuple(unsharded), self._rules.autocast_dtype)
 
     def _is_replicated(self, param: nn.Parameter) -> bool:
-        if param.dim() == 0:
+        if param.dim() == 0 or param.numel() == 0:
             return True
         return not param.requires_grad and self._options.frozen != "shard" and param not in self._mixed
 

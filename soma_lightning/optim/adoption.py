@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import LBFGS, Adam, AdamW, Optimizer
 
 from soma_lightning.optim.fused_adamw import FusedAdamW
 from soma_lightning.optim.groups import unsupported_in_group
@@ -32,6 +32,15 @@ def why_not_adopted(optimizer: Optimizer) -> str | None:
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         return f"{name}.step was replaced on the object"
     return None
+
+
+def refuse_local_decisions(optimizer: Optimizer) -> None:
+    """ValueError for an optimizer that goes wrong, unseen, when its parameters are divided over several ranks."""
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            f"{type(optimizer).__name__} decides by sums over all parameters, and each rank would take them of its own "
+            "part; use devices=1 or another optimizer"
+        )
 
 
 def adopt(optimizer: Optimizer, *, master_weights: bool = False) -> FusedAdamW:

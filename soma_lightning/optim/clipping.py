@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 NORM_TYPES = (2.0, math.inf)
 
 
 def check_norm_type(norm_type: float) -> float:
     """`norm_type` as a float; ValueError unless it is 2.0 or inf."""
-    if float(norm_type) not in NORM_TYPES:
-        raise ValueError(f"norm_type={norm_type} is not supported; use 2.0 or inf")
+    if not isinstance(norm_type, int | float) or norm_type not in NORM_TYPES:
+        raise ValueError(f"norm_type={norm_type!r} is not supported; use 2.0 or inf")
     return float(norm_type)
+
+
+def clip_in_place(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_, for DTensors and plain tensors together; returns the global norm, plain and 0-d.
+
+    A plain gradient is the same on all ranks and counts once.
+    """
+    grads = {p: p.grad for p in parameters if p.grad is not None}
+    kinds = [[p for p in grads if hasattr(grads[p], "full_tensor") is divided] for divided in (True, False)]
+    kinds = [kind for kind in kinds if kind]
+    norms = [get_total_norm([grads[p] for p in kind], norm_type) for kind in kinds]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    total = get_total_norm(whole, norm_type, error_if_nonfinite)
+    for kind in kinds:
+        clip_grads_with_norm_(kind, max_norm, total)
+    return total
 
 
 @dataclass(frozen=True)

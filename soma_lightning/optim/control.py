@@ -80,6 +80,8 @@ class Control:
     counted: Tensor | float | None = None
     #: What those gradients are still multiplied by.
     loss_scale: Tensor | float | None = None
+    #: Called when the gradients are zeroed: somebody may hold more of them than `.grad` does.
+    when_zeroed: Callable[[], None] | None = None
     path: ReferenceStep | TritonStep | None = None
     state_was_seen: bool = False
     last_grad_norm: Tensor = field(default_factory=lambda: torch.tensor(float("nan"), device="cpu"))

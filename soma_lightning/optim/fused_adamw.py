@@ -196,6 +196,12 @@ class FusedAdamW(AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._control.counted, self._control.loss_scale = None, None
+        if self._control.when_zeroed is not None:
+            self._control.when_zeroed()
+
+    def when_zeroed(self, call: Callable[[], None] | None) -> None:
+        """`zero_grad()` calls `call` from now on; for whoever holds gradients that are not in `.grad` yet."""
+        self._control.when_zeroed = call
 
     def clip_present(self, rule: ClipRule) -> None:
         """Like `clip`, for the gradients that exist now, as torch.nn.utils.clip_grad_norm_ would clip them.

@@ -7,6 +7,7 @@ process group and nothing is sharded.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from soma_lightning.layout.full_state import accept_full_state
 from soma_lightning.layout.mesh import Layout, WorldMesh, resolve_layout
 from soma_lightning.layout.shard import ShardedModule, entry_points, shard_module, sharded_module
 from soma_lightning.layout.wrap import plan_units
-from soma_lightning.optim.adoption import adopt, why_not_adopted
+from soma_lightning.optim.adoption import adopt, refuse_local_decisions, why_not_adopted
 from soma_lightning.optim.clipping import ClipRule
 from soma_lightning.optim.fused_adamw import FusedAdamW
 from soma_lightning.optim.nonfinite import explain_nonfinite
@@ -85,7 +86,8 @@ class Engine:
         self.world_size = 1
         self.mesh: WorldMesh | None = None
         self._failures: FailureWatch | None = None
-        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        # In the order of set-up on all ranks, as their collectives must be: a set has none.
+        self._modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         self._paths: weakref.WeakKeyDictionary[Optimizer, OptimizerPath] = weakref.WeakKeyDictionary()
         self._watches: weakref.WeakKeyDictionary[Optimizer, _SkipWatch] = weakref.WeakKeyDictionary()
         #: Whether the step divides by counts of samples; None before the first backward pass tells.
@@ -173,7 +175,7 @@ class Engine:
         thawed_by: who will let frozen parameters train later; they are sharded then. ValueError if the settings forbid
         it.
         """
-        self._modules.add(module)
+        self._modules[module] = None
         self._counts = None
         before = sharded_module(module)
         if before is not None:
@@ -199,11 +201,12 @@ class Engine:
 
     def _apply_precision(self, module: Module, precision: str) -> None:
         """One process: settings of units, if there are any, are checked and mean the same dtypes as with sharding."""
+        methods = entry_points(module, self.options.forward_methods)
         if module in self._with_precision or not self.options.plans_units:
             return
         self._with_precision.add(module)
         plan = plan_units(module, self.options, precision=precision)
-        apply_precision(module, plan, sharded=False, forward_methods=entry_points(module, self.options.forward_methods))
+        apply_precision(module, plan, sharded=False, forward_methods=methods)
         keep_gradient_dtypes(module, plan, sharded=False, replicated=True)
 
     def _refuse_other_layout(self, module: Module, before: ShardedModule) -> None:
@@ -224,6 +227,7 @@ class Engine:
         of no module that was set up.
         """
         if self.mesh is not None:
+            refuse_local_decisions(optimizer)
             self._names.relink(optimizer)
             if optimizer not in self._relinked:
                 accept_full_state(optimizer)
@@ -235,8 +239,15 @@ class Engine:
             ownership = Ownership.from_mesh(self.mesh.device_mesh, sums=self._counts is True)
             ownership.refuse_unlike_groups(optimizer.param_groups)
             optimizer.ownership = ownership
+            optimizer.when_zeroed(functools.partial(self._drop_unreduced, weakref.ref(optimizer)))
         self._paths[optimizer] = path
         return path
+
+    def _drop_unreduced(self, reference: weakref.ref[FusedAdamW]) -> None:
+        optimizer = reference()
+        assert optimizer is not None, "it calls this"
+        for sharded in self._sharded_modules():
+            sharded.drop_unreduced({p for group in optimizer.param_groups for p in group["params"]})
 
     def path_of(self, optimizer: Optimizer) -> OptimizerPath:
         """How `optimizer` steps, as decided by `setup_optimizer`."""

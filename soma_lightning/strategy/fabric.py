@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeVar
 from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from soma_lightning.layout.full_state import gather
 from soma_lightning.layout.mesh import Layout
+from soma_lightning.optim.clipping import clip_in_place
 from soma_lightning.optim.fused_adamw import FusedAdamW
 from soma_lightning.strategy import processes
 from soma_lightning.strategy.checkpoint import refuse_directory
@@ -65,7 +65,7 @@ class FabricSomaSpeedStrategy(Ranks, ParallelStrategy):
         async_save: bool = False,
         checkpoint_weights_only: bool | None = None,
         log_grad_norm: bool = False,
-        report: bool | str = True,
+        report: bool | str | Path = True,
         tensor_parallel: dict[str, Any] | None = None,
         pipeline: dict[str, Any] | None = None,
         forward_methods: list[str] | None = None,
@@ -186,7 +186,7 @@ class FabricSomaSpeedStrategy(Ranks, ParallelStrategy):
             sharded=self.engine.sharded(module),
         )
         rank_zero_info(facts.summary())
-        if isinstance(report, str):
+        if not isinstance(report, bool):
             facts.write(report)
 
     # ------------------------------------------------------------------ training
@@ -217,8 +217,9 @@ class FabricSomaSpeedStrategy(Ranks, ParallelStrategy):
         error_if_nonfinite: RuntimeError for a non-finite norm, before anything changes (reads the norm on the host).
         """
         if not isinstance(optimizer, FusedAdamW):
-            norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+            self.precision.unscale_gradients(optimizer)
+            params = self.precision.main_params(optimizer)
+            return clip_in_place(params, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
         norm = optimizer.grad_norm(norm_type)
         if error_if_nonfinite and not norm.isfinite():

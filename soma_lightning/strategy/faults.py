@@ -59,12 +59,12 @@ class FailureWatch:
         sys.excepthook = self._excepthook
 
     def report(self, error: BaseException) -> None:
-        """Tells the other ranks that this one failed with `error`; the first report counts.
+        """Tells the other ranks that this one failed with `error`, or left by `sys.exit`; the first report counts.
 
         A rank that fails because another did gets that rank's traceback as a note.
         """
-        if self._reported.is_set() or isinstance(error, SystemExit):
-            return
+        if self._reported.is_set() or (isinstance(error, SystemExit) and type(error) is not SystemExit):
+            return  # Lightning's own SystemExit comes to all ranks
         self._reported.set()
         text = f"{self.rank}\n{''.join(traceback.format_exception(error))}"
         # A killed rank breaks the collectives of the others: the error may come a moment before the news.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from soma_lightning.layout.mesh import Layout
@@ -29,6 +30,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "save_format": ("auto", "file"),
     "frozen": ("auto", "replicate", "shard"),
     "reshard_after_forward": (None, True, False),
+    "keep_low_precision_grads": (True, False),
 }
 
 
@@ -51,7 +53,7 @@ class StrategyOptions(WrapOptions):
     async_save: bool = False
     checkpoint_weights_only: bool | None = None
     log_grad_norm: bool = False
-    report: bool | str = True
+    report: bool | str | Path = True
     tensor_parallel: dict[str, Any] | None = None
     pipeline: dict[str, Any] | None = None
     forward_methods: list[str] | None = None
@@ -68,9 +70,10 @@ class StrategyOptions(WrapOptions):
             value = getattr(self, name)
             if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
                 raise ValueError(f"{name}={value!r} is not available; use one of {', '.join(map(repr, choices))}")
-        if self.max_consecutive_skips is not None and self.max_consecutive_skips < 1:
+        skips = self.max_consecutive_skips
+        if skips is not None and (isinstance(skips, bool) or not isinstance(skips, int) or skips < 1):
             raise ValueError(
-                f"max_consecutive_skips={self.max_consecutive_skips} must be at least 1; None never stops the run"
+                f"max_consecutive_skips={skips!r} must be an integer of at least 1; None never stops the run"
             )
         if not isinstance(self.report, bool) and not str(self.report).endswith(".json"):
             raise ValueError(f"report={self.report!r} must be True, False or the path of a .json file")
@@ -83,7 +86,8 @@ class StrategyOptions(WrapOptions):
         ):
             raise ValueError(f"timeout={self.timeout!r} must be a positive number of seconds")
         if self.forward_methods is not None and (
-            isinstance(self.forward_methods, str) or not all(isinstance(name, str) for name in self.forward_methods)
+            not isinstance(self.forward_methods, list | tuple)
+            or not all(isinstance(name, str) for name in self.forward_methods)
         ):
             raise ValueError(
                 f"forward_methods={self.forward_methods!r} must be a list of names, for example ['sample_actions']"

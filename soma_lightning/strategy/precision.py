@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, cast
 
-import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
 from soma_lightning.compat import is_still_scaled, unwrap_optimizer
+from soma_lightning.optim.clipping import clip_in_place
 from soma_lightning.optim.fused_adamw import FusedAdamW
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class DeferredClipping(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float | int) -> None:
         norm_type = self.soma_engine.options.norm_type
-        torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val, norm_type=norm_type)
+        clip_in_place(self.main_params(optimizer), float(clip_val), norm_type)
 
 
 def with_deferred_clipping(plugin: Precision, engine: Engine) -> Precision:

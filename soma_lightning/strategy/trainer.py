@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from soma_lightning.compat import turn_inference_mode_off, unwrap_optimizer
+from soma_lightning.compat import move_device_records, turn_inference_mode_off, unwrap_optimizer
 from soma_lightning.layout.full_state import gather
 from soma_lightning.layout.mesh import Layout
 from soma_lightning.optim.fused_adamw import FusedAdamW
@@ -98,7 +98,7 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
         async_save: bool = False,
         checkpoint_weights_only: bool | None = None,
         log_grad_norm: bool = False,
-        report: bool | str = True,
+        report: bool | str | Path = True,
         tensor_parallel: dict[str, Any] | None = None,
         pipeline: dict[str, Any] | None = None,
         forward_methods: list[str] | None = None,
@@ -179,6 +179,8 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
     def _setup_model(self, model: Module) -> Module:
         if self._layer_sync is not None and self.is_distributed and not self.engine.is_sharded(model):
             model = self._layer_sync.apply(model)
+        if self.is_distributed:  # what sharding does not move
+            move_device_records(model, self.root_device)
         first_time = not self.engine.is_sharded(model)
         module = self.lightning_module
         model = self.engine.setup_module(
@@ -328,9 +330,11 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
         super().on_train_end()
         for optimizer in map(unwrap_optimizer, self.optimizers):
             if isinstance(optimizer, FusedAdamW) and optimizer.skipped_steps:
+                count = int(optimizer.skipped_steps)
+                steps = "1 optimizer step was" if count == 1 else f"{count} optimizer steps were"
                 rank_zero_warn(
-                    f"{int(optimizer.skipped_steps)} optimizer steps were skipped because of non-finite gradients and "
-                    "changed nothing; nonfinite='raise' stops at the first one and names the parameter"
+                    f"{steps} skipped because of non-finite gradients and changed nothing; "
+                    "nonfinite='raise' stops at the first one and names the parameter"
                 )
 
     # ------------------------------------------------------------------ report
@@ -350,7 +354,7 @@ class SomaSpeedStrategy(Ranks, ParallelStrategy):  # type: ignore[misc]
             return
         facts = self._build_report(trainer, module)
         rank_zero_info(facts.summary())
-        if isinstance(report, str):
+        if not isinstance(report, bool):
             facts.write(report)
         elif not getattr(trainer, "fast_dev_run", False):
             facts.write(Path(folder) / "run_report.json")

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from soma_lightning.compat import (
     begin_fsdp,
+    drop_unreduced_gradients,
     follow_requires_grad,
     fsdp_groups,
     gather_for_backward_only_what_it_visits,
@@ -54,6 +55,23 @@ def test_a_unit_has_groups_with_parameters(mesh: DeviceMesh) -> None:
     (group,) = fsdp_groups(units(mesh)[0])
     assert [p.sharded_param.shape for p in group.fsdp_params] == [(2, 2), (2,)]
     assert list(inspect.signature(group.post_forward).parameters) == ["module", "input", "output"]
+
+
+def test_gradients_wait_where_they_can_be_dropped(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for settings in ({}, {"mp_policy": policy}):
+        model: Any = units(mesh, **settings)
+        (group,) = fsdp_groups(model[0])
+        assert group._partial_reduce_output is None
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, 2)).sum().backward()
+        waiting = [p.unsharded_accumulated_grad for p in group.fsdp_params] + [
+            p._unsharded_param.grad for p in group.fsdp_params
+        ]
+        assert sum(grad is not None for grad in waiting) == len(group.fsdp_params)
+        drop_unreduced_gradients(model[0], set(model.parameters()))
+        assert not any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params)
+        assert not any(p._unsharded_param.grad is not None for p in group.fsdp_params)
 
 
 def test_the_backward_order_holds_what_backward_visits(mesh: DeviceMesh) -> None:

@@ -334,8 +334,8 @@ def test_a_module_that_is_dropped_is_freed(found: Any) -> None:
         ("lazy", "'late.weight' has no shape yet (a lazy module); run one forward pass before training"),
         ("strides", "'trained.1.weight' has strides (1, 8); FSDP2 shards contiguous parameters only"),
         ("twice", "'trained.3' is already sharded, by configure_model or by hand; leave sharding to the strategy"),
-        ("no module", "forward_methods: there is no module 'policy' in FSDPInterleaved"),
-        ("no method", "forward_methods: 'FSDPInterleaved' has no method 'sample'"),
+        ("no module", "forward_methods: there is no module 'policy' in Interleaved"),
+        ("no method", "forward_methods: 'Interleaved' has no method 'sample'"),
         ("no unit", "forward_methods: 'trained' is no sharding unit, so 'trained.forward' cannot gather"),
     ],
 )

@@ -333,7 +333,7 @@ def by_path(*paths: str, **more: Any) -> dict[str, Any]:
             {"wrap_policy": {"transformer_layers": ["Block"]}},
             "no key 'transformer_layers'; did you mean transformer_la",
         ),
-        ({"wrap_policy": {"module_classes_to_wrap": "Block"}}, "must be a list with at least one name"),
+        ({"wrap_policy": {"module_classes_to_wrap": "Block"}}, "must be a list of names with at least one entry"),
         ({"wrap_policy": {"module_classes_to_wrap": ["Blok"]}}, "selects nothing with 'Blok'; did you mean Block?"),
         ({"wrap_policy": {"no_split_names": ["head"]}}, "with 'head': no module has _fsdp_wrap_name tags"),
         (

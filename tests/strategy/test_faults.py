@@ -89,8 +89,39 @@ def wait_for_ever() -> None:
     raise OSError("rank 1 is out of luck")
 
 
+def leave_early() -> None:
+    """Rank 1 leaves its training by `sys.exit(0)`; rank 0 waits for it."""
+    from tests.strategy.test_sharded_trainer import Net, loader, make_trainer
+
+    class Leaving(Net):
+        def on_train_batch_end(self, *args: Any) -> None:
+            if self.global_rank == 1:
+                print("failing at", time.time(), flush=True)
+                sys.exit(0)
+            time.sleep(600)  # as a rank that is stuck in a kernel, whatever its peers do
+
+    make_trainer().fit(Leaving(), loader())
+
+
+def test_a_rank_that_leaves_its_training_ends_the_others(tmp_path: Path) -> None:
+    codes = run_both(leave_early, tmp_path)
+    assert codes == [1, 0]
+    log = (tmp_path / "0.log").read_text()
+    assert "rank 0 ends because rank 1 failed:" in log
+    assert log.rstrip().endswith("SystemExit: 0")
+
+
 def test_a_rank_that_waits_is_ended_and_says_why(tmp_path: Path) -> None:
-    processes = start_ranks(wait_for_ever, tmp_path, 2, {})
+    codes = run_both(wait_for_ever, tmp_path)
+    assert codes == [1, 1]
+    log = (tmp_path / "0.log").read_text()
+    assert "rank 0 ends because rank 1 failed:" in log
+    assert log.rstrip().endswith("OSError: rank 1 is out of luck")
+
+
+def run_both(function: Any, tmp_path: Path) -> list[Any]:
+    """Exit codes of both ranks; rank 0 must follow rank 1 within a minute."""
+    processes = start_ranks(function, tmp_path, 2, {})
     codes: list[Any] = []
     try:
         codes = [process.wait(timeout=240) for process in processes]
@@ -98,7 +129,4 @@ def test_a_rank_that_waits_is_ended_and_says_why(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
     assert seconds_since_failure((tmp_path / "1.log").read_text()) < 60
-    assert codes == [1, 1]
-    log = (tmp_path / "0.log").read_text()
-    assert "rank 0 ends because rank 1 failed:" in log
-    assert log.rstrip().endswith("OSError: rank 1 is out of luck")
+    return codes

@@ -202,8 +202,9 @@ def test_the_file_goes_beside_the_logs(net: Any, make_trainer: Any, tmp_path: Pa
     assert written(tmp_path / "run" / "version_3")["device"] == "cpu"
 
 
-def test_the_file_goes_where_it_was_asked_for(net: Any, make_trainer: Any, tmp_path: Path) -> None:
-    make_trainer(SomaSpeedStrategy(report=str(tmp_path / "x" / "own.json")), max_steps=1).fit(net())
+@pytest.mark.parametrize("kind", [str, Path])
+def test_the_file_goes_where_it_was_asked_for(net: Any, make_trainer: Any, tmp_path: Path, kind: Any) -> None:
+    make_trainer(SomaSpeedStrategy(report=kind(tmp_path / "x" / "own.json")), max_steps=1).fit(net())
     assert json.loads((tmp_path / "x" / "own.json").read_text())["precision"] == "32-true"
     assert not (tmp_path / "run_report.json").exists()
 

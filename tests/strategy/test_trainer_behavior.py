@@ -168,6 +168,12 @@ def test_a_nan_gradient_skips_the_step_and_is_counted(net: Any, make_trainer: An
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+def test_a_forward_method_that_does_not_exist_is_refused_on_one_process_too(net: Any, make_trainer: Any) -> None:
+    for name, message in (("nope", "has no method 'nope'"), ("policy.sample", "there is no module 'policy'")):
+        with pytest.raises(ValueError, match=f"forward_methods: .*{message}"):
+            make_trainer(SomaSpeedStrategy(forward_methods=[name]), max_steps=1).fit(net())
+
+
 def test_raise_names_step_and_parameter(net: Any, make_trainer: Any) -> None:
     poison = Poison(3)
     model = net()
