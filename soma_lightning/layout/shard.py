@@ -64,8 +64,8 @@ class ShardedModule:
         self._sums = False
         #: Whether the gradients of `replicated` are sums over all ranks already.
         self._summed = False
-        #: Whether FSDP2 may hold gradients that no rank has in `.grad`.
-        self._unreduced = False
+        #: Whether FSDP2 may hold gradients that no rank has in `.grad`; see `drop_unreduced`.
+        self.may_hold_unreduced = False
 
     def facts(self) -> dict[str, Any]:
         """Plain values for a report: this rank's place, the units, and what is whole on every rank."""
@@ -100,7 +100,8 @@ class ShardedModule:
             root.set_requires_gradient_sync(enabled)
 
     def before_backward(self) -> None:
-        """Call before every backward pass: units that were frozen and train now reduce in their own dtype."""
+        """Call before every backward pass: units that were frozen and train now reduce in their own dtype, and sums of
+        the pass before are not summed again."""
         if self._summed and self.mesh.dp_rank > 0:  # the next sum has them from the first rank
             for param in self.replicated:
                 if param.grad is not None:
@@ -118,7 +119,7 @@ class ShardedModule:
     def after_backward(self) -> None:
         """Call after every backward pass: averages, or sums up, what FSDP2 does not know."""
         if not self._reduces:
-            self._unreduced = True
+            self.may_hold_unreduced = True
             return
         grads = [p.grad for p in self.replicated if p.requires_grad and p.grad is not None]
         for dtype in dict.fromkeys(grad.dtype for grad in grads):  # in one order on all ranks
@@ -133,9 +134,8 @@ class ShardedModule:
 
     def drop_unreduced(self, params: Collection[Tensor]) -> None:
         """Call when the gradients of `params` are zeroed: what was accumulated without reduction goes with them."""
-        if self._unreduced:
-            for head in self._heads:
-                drop_unreduced_gradients(head, params)
+        for head in self._heads:
+            drop_unreduced_gradients(head, params)
 
     def follow_requires_grad(self) -> None:
         """Call after `requires_grad` of shards changed in the middle of a pass, while parameters are gathered."""

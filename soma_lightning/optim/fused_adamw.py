@@ -227,7 +227,8 @@ class FusedAdamW(AdamW):
                     f"this step has a normalizer from clip(), {rule.normalizer!r}, and samples from count(); use one"
                 )
             rule = dataclasses.replace(rule, normalizer=counted)
-        rule = dataclasses.replace(rule, loss_scale=self._control.loss_scale)
+        if self._control.loss_scale is not None:
+            rule = dataclasses.replace(rule, loss_scale=self._control.loss_scale)
         if self.ownership is None:
             return rule
         return dataclasses.replace(rule, normalizer=self.ownership.share_of(rule.normalizer))

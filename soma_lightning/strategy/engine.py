@@ -246,8 +246,11 @@ class Engine:
     def _drop_unreduced(self, reference: weakref.ref[FusedAdamW]) -> None:
         optimizer = reference()
         assert optimizer is not None, "it calls this"
-        for sharded in self._sharded_modules():
-            sharded.drop_unreduced({p for group in optimizer.param_groups for p in group["params"]})
+        holders = [sharded for sharded in self._sharded_modules() if sharded.may_hold_unreduced]
+        if holders:  # seldom, and the parameters are many
+            params = {p for group in optimizer.param_groups for p in group["params"]}
+            for sharded in holders:
+                sharded.drop_unreduced(params)
 
     def path_of(self, optimizer: Optimizer) -> OptimizerPath:
         """How `optimizer` steps, as decided by `setup_optimizer`."""
