@@ -3,9 +3,9 @@
     PYTHONPATH=.:kernels python kernels/bench/sharded.py --out docs/benchmarks
 
 trains the same networks with each contender, two processes at a time, and writes `sharded.json` and `sharded.md`.
-Losses, gradient norms and moments must agree before any time is shown; exit status 1 if they do not. A contender that
-fails or runs out of memory is a row that says why. `--size tiny` runs in seconds, with `--device cpu` over gloo.
-Multicast over NVLink stays off (NCCL_NVLS_ENABLE=0) unless the environment says otherwise.
+Losses, gradient norms and moments must agree before any time of a model is shown; exit status 1 if they do not. A
+contender that fails or runs out of memory is a row that says why. `--size tiny` runs in seconds, with `--device cpu`
+over gloo. Multicast over NVLink stays off (NCCL_NVLS_ENABLE=0) unless the environment says otherwise.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def measure(chosen: argparse.Namespace, device: str) -> list[Section]:
-    """One section a model. WrongResultError when contenders, or the two baselines, did not train alike."""
+def measure(chosen: argparse.Namespace, device: str) -> tuple[list[Section], list[str]]:
+    """One section a model, and why others have none: contenders, or the two baselines, that did not train alike."""
     waves = waves_of(chosen.models, chosen.contenders, chosen.size, device)
     with tempfile.TemporaryDirectory() as folder:
         found = run_waves(waves, Path(folder), chosen.seconds, say)
-    sections = []
+    sections, wrong = [], []
     for model in chosen.models:
         contenders = [CONTENDERS[name] for name in contenders_of(model, chosen.contenders)]
         results = without_lonely(results_of(found, model, contenders))
@@ -76,10 +76,16 @@ def measure(chosen: argparse.Namespace, device: str) -> list[Section]:
             baselines = without_lonely(baselines)
         for result in (*results, *baselines):
             say(told(result))
-        sections.append(Section(MODELS[chosen.size][model](), results, baselines, [*check(results), *check(baselines)]))
-    if not any(section.ran for section in sections):
-        raise WrongResultError("no two contenders of one model ran")
-    return sections
+        try:
+            agreements = [*check(results), *check(baselines)]
+        except WrongResultError as error:
+            wrong.append(str(error))
+            continue
+        if any(result.reason is None for result in results):
+            sections.append(Section(MODELS[chosen.size][model](), results, baselines, agreements))
+        else:
+            wrong.append(f"{model}: no two contenders ran")
+    return sections, wrong
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,11 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         facts |= {"devices": str(RANKS), "backend": f"NCCL with NCCL_NVLS_ENABLE={multicast}"}
     else:
         facts["backend"] = "gloo"
-    try:
-        sections = measure(chosen, device)
-    except WrongResultError as error:
-        print(f"wrong result, no times: {error}", file=sys.stderr)
-        return 1
+    sections, wrong = measure(chosen, device)
+    for reason in wrong:
+        print(f"wrong result, no times: {reason}", file=sys.stderr)
+    if sections:
+        write(chosen, facts, sections)
+        print(short_table(sections))
+    return 1 if wrong else 0
+
+
+def write(chosen: argparse.Namespace, facts: dict[str, str], sections: list[Section]) -> None:
+    """`sharded.json` and `sharded.md`."""
     rows = [result.to_dict() for s in sections for result in (*s.results, *s.baselines)]
     agreements = [{"model": s.model, **asdict(a)} for s in sections for a in s.agreements]
     flops = {section.model: section.problem.flops for section in sections}
@@ -112,8 +124,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     content = {**head, "flops_of_a_rank": flops, "agreements": agreements, "rows": rows}
     write_json(chosen.out / "sharded.json", content)
     write_text(chosen.out / "sharded.md", page(facts, sections))
-    print(short_table(sections))
-    return 0
 
 
 def _check(chosen: argparse.Namespace) -> None:

@@ -104,7 +104,7 @@ def test_frozen_parameters_that_stock_fsdp2_gathers(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("model", list(MODELS["tiny"]))
 def test_every_contender_runs_on_two_gpus(model: str, tmp_path: Path) -> None:
-    names = ",".join(DEFAULT_CONTENDERS)
+    names = ",".join(DEFAULT_CONTENDERS) if model == "transformer" else "ddp,somaspeed"
     arguments = ["--size", "tiny", "--device", "cuda", "--models", model, "--contenders", names]
     assert sharded.main([*arguments, "--out", str(tmp_path), "--commit", "abc"]) == 0
     rows = json.loads((tmp_path / "sharded.json").read_text())["rows"]
@@ -172,6 +172,18 @@ def test_one_that_trains_otherwise_is_caught(changes: dict[str, Any], message: s
     ours = result("somaspeed", *(report(**{"moment_squares": 2.0, **changes}) for _ in range(2)))
     with pytest.raises((WrongResultError, ValueError), match=message):
         check([result("ddp", report(), report()), ours])
+
+
+def test_a_model_that_was_trained_wrongly_takes_no_other_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = [report(moment_squares=2.0)] * 2, [report(losses=[2.0, 1.5])] * 2
+    found = {("transformer", "ddp"): [report()] * 2, ("transformer", "somaspeed"): good}
+    found |= {("interleaved", "ddp"): [report()] * 2, ("interleaved", "somaspeed"): bad}
+    monkeypatch.setattr(sharded, "run_waves", lambda *_: found)
+    arguments = ["--out", "nowhere", "--size", "tiny", "--contenders", "ddp,somaspeed"]
+    chosen = sharded._parser().parse_args([*arguments, "--models", "interleaved,transformer"])
+    sections, wrong = sharded.measure(chosen, "cpu")
+    assert [section.model for section in sections] == ["transformer"]
+    assert wrong == ["interleaved: the losses of somaspeed differ from ddp by 5.00e-01, more than 1e-02"]
 
 
 def test_one_that_ran_alone_gets_no_times() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+import soma_lightning  # noqa: F401 (registers strategy="somaspeed" in the ranks, also where it is not installed)
 from tests.ranks import ranks_run, whole
 
 pytestmark = [
