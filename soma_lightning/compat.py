@@ -5,6 +5,7 @@ Lightning is imported inside the functions, so that importing this module costs 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Collection
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -205,6 +206,32 @@ def follow_requires_grad(module: Module) -> None:
         if group.is_unsharded:
             for param in group.fsdp_params:
                 param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+
+
+def gather_as_stored(module: Module, params: Collection[Tensor]) -> None:
+    """Keeps `params` of a unit out of its policy's param_dtype, without a unit and collectives of their own.
+
+    FSDP2 has one param_dtype a unit, but gathers what differs as bytes. Gradients that differ it refuses to reduce, so
+    those in param_dtype are brought to reduce_dtype before. Call it before lazy initialization.
+    """
+    for group in fsdp_groups(module):
+        kept = [param for param in group.fsdp_params if param.sharded_param in params]
+        for param in kept:
+            param.init_dtype_attrs = functools.partial(_init_as_stored, param.init_dtype_attrs)
+        if 0 < len(kept) < len(group.fsdp_params):
+            group.post_backward = functools.partial(_post_backward, group, group.post_backward)
+
+
+def _init_as_stored(original: Any, policy: MixedPrecisionPolicy) -> None:
+    original(dataclasses.replace(policy, param_dtype=None))
+
+
+def _post_backward(group: Any, original: Any, *unused: Any) -> None:
+    for param in group.fsdp_params:
+        if hasattr(param, "_unsharded_param"):
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
+    original(*unused)
 
 
 def keep_reduced_gradients_in(module: Module, dtype: torch.dtype) -> None:

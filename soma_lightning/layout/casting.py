@@ -91,7 +91,9 @@ class UnitCasts:
     ) -> None:
         """own: the unit's modules. unsharded: parameters to cast here. inputs: whether inputs are cast here too."""
         self._modules = unit.modules
-        self._param_dtype, self._buffer_dtype = unit.precision.param_dtype, unit.buffer_dtype
+        # Without a precision of its own, a unit is here for its autocast, which casts weights where they are used.
+        self._param_dtype = unit.precision.param_dtype if unit.precision.explicit else None
+        self._buffer_dtype = unit.buffer_dtype
         self._input_dtype = self._param_dtype if inputs and unit.precision.cast_forward_inputs else None
         self._autocast, self._autocast_dtype = unit.autocast, autocast_dtype
         self._parameters = [

@@ -19,6 +19,7 @@ from soma_lightning.compat import (
     begin_fsdp,
     drop_unreduced_gradients,
     follow_requires_grad,
+    gather_as_stored,
     gather_for_backward_only_what_it_visits,
     renew_fsdp_dtypes,
     set_divide_factor,
@@ -36,7 +37,7 @@ _RECORD = "_soma_lightning_sharded"
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """One unit as it was built. parameters: elements over all ranks. dtypes: of parameters, gather and reduction."""
+    """One unit as it was built. parameters: elements over all ranks. dtypes: as stored, gathered and reduced."""
 
     name: str
     parameters: int
@@ -185,9 +186,12 @@ def shard_module(
             mp_policy=unit.mp or MixedPrecisionPolicy(),
             ignored_params=ignored,
         )
-    for name, param in root.named_parameters():
+    present = dict(root.named_parameters())
+    for name, param in present.items():
         if param is not names[name]:
             vars(param).update(vars(names[name]))
+    for unit in plan.units:
+        gather_as_stored(unit.modules[0], {present[name] for name in unit.as_stored})
     _register_forward_methods(root, forward_methods)
     apply_precision(root, plan, sharded=True, forward_methods=methods)
     begin_fsdp(root)
@@ -249,6 +253,9 @@ def _facts(unit: Unit, ignored: set[torch.nn.Parameter]) -> UnitFacts:
     policy = unit.mp or MixedPrecisionPolicy()
     kept = ", ".join(dtypes) or "none"
     gathered = _name(policy.param_dtype) if policy.param_dtype else kept
+    if unit.as_stored:
+        some = len(unit.as_stored) < len(unit.parameters)
+        gathered = f"{gathered}, {len(unit.as_stored)} of {len(unit.parameters)} tensors {kept}" if some else kept
     reduced = _name(policy.reduce_dtype) if policy.reduce_dtype else gathered
     trainable = any(p.requires_grad for p in own)
     return UnitFacts(unit.name, sum(p.numel() for p in own), trainable, kept, gathered, reduced)

@@ -55,7 +55,8 @@ class Unit:
     the root, whose methods call each other.
     trainable: whether any of `parameters` trains. parameters: paths of what the unit shards.
     precision: where mp and buffer_dtype come from. autocast: what the unit does to an enclosing autocast while it
-    computes: False turns it off, True on again, None leaves it.
+    computes: False turns it off, True on again, None leaves it. as_stored: those of `parameters` that `mp` does not
+    cast: the fp32 islands of a mixed flag.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Unit:
     parameters: tuple[str, ...] = ()
     precision: Precision = field(default_factory=Precision)
     autocast: bool | None = None
+    as_stored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,18 @@ def plan_units(root: nn.Module, options: PlanOptions, *, precision: str) -> Unit
     """The plan for `root` under Lightning's flag `precision` ("32-true", "bf16-mixed", ...).
 
     Parameters tied over several modules belong to the lowest unit that holds all of them. Trainable parameters of a
-    unit share one stored dtype (FSDP2 demands it): modules that differ become a unit of their own inside, and so do
-    the fp32 islands of a mixed flag (`islands.fp32_islands`). Frozen parameters are replicated (`frozen="auto"`,
-    "replicate") or become units without trainable ones ("shard"); only wrap_mode subtree and combined mix the two.
+    unit share one stored dtype (FSDP2 demands it): modules that differ become a unit of their own inside. The fp32
+    islands of a mixed flag (`islands.fp32_islands`) stay in their unit as they are stored; with
+    keep_low_precision_grads, which gives a unit one dtype of gradients, they become units too. Frozen parameters are
+    replicated (`frozen="auto"`, "replicate") or become units without trainable ones ("shard"); only wrap_mode subtree
+    and combined mix the two.
     ValueError for each setting that is wrong or would be ignored.
     """
     check_settings(options)
     rules = read_precision(options, precision)
     boundaries = find_boundaries(root, options, rules)
     _merge_tied(root, boundaries)
-    islands = fp32_islands(root) if rules.autocast_dtype and not rules.unbound.explicit else set()
+    islands = fp32_islands(root) if rules.autocast_dtype and not rules.unbound.explicit else set[nn.Module]()
     planner = _Planner(root, options, rules, boundaries, islands)
     plan = planner.plan()
     _refuse_useless_keep(root, plan)
@@ -184,7 +188,10 @@ class _Planner:
         islands: set[nn.Module],
     ) -> None:
         self._root, self._options, self._rules = root, options, rules
-        self._boundaries, self._islands = boundaries, islands
+        self._boundaries = boundaries
+        apart = options.keep_low_precision_grads
+        self._islands_apart = islands if apart else set[nn.Module]()
+        self._as_stored = set[nn.Parameter]() if apart else {p for island in islands for p in island.parameters()}
         closed = [boundary.module for boundary in boundaries.values() if boundary.closed]
         together = [m for m in closed if any(p.requires_grad for p in m.parameters())]
         self._mixed = {p for module in together for p in module.parameters()}
@@ -253,6 +260,7 @@ class _Planner:
         mp = precision.fsdp_policy()
         if mp is not None and len(modules) > 1:  # torch < 2.13 casts inputs of the first module only
             mp = replace(mp, cast_forward_inputs=False)
+        parameters = {name: p for part in parts for name, p in part.parameters.items()}
         return Unit(
             name=name,
             modules=modules,
@@ -261,9 +269,10 @@ class _Planner:
             reshard_after_forward=reshard,
             trainable=trainable,
             keep_low_precision_grads=precision.keep_low_precision_grads,
-            parameters=tuple(dict.fromkeys(name for part in parts for name in part.parameters)),
+            parameters=tuple(parameters),
             precision=precision,
             autocast=self._autocast(modules[0], precision),
+            as_stored=() if precision.explicit else tuple(n for n, p in parameters.items() if p in self._as_stored),
         )
 
     def _autocast(self, module: nn.Module, precision: Precision) -> bool | None:
@@ -285,7 +294,7 @@ class _Planner:
             if module in seen:
                 continue
             precision, whole = boundary.precision, isinstance(module, nn.MultiheadAttention)
-            if module in self._islands and not precision.explicit:
+            if module in self._islands_apart and not precision.explicit:
                 precision, whole = replace(precision, param_dtype=None), True
             inside = list(modules_behind(name, module, self._boundaries)) if whole else [(name, module)]
             seen.update(m for _, m in inside)

@@ -20,6 +20,7 @@ from soma_lightning.compat import (
     drop_unreduced_gradients,
     follow_requires_grad,
     fsdp_groups,
+    gather_as_stored,
     gather_for_backward_only_what_it_visits,
     name_submesh,
     renew_fsdp_dtypes,
@@ -72,6 +73,27 @@ def test_gradients_wait_where_they_can_be_dropped(mesh: DeviceMesh) -> None:
         drop_unreduced_gradients(model[0], set(model.parameters()))
         assert not any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params)
         assert not any(p._unsharded_param.grad is not None for p in group.fsdp_params)
+
+
+def test_a_parameter_is_gathered_as_stored_beside_others(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    gather_as_stored(model, set(model[0].parameters()))
+    begin_fsdp(model)
+    (group,) = fsdp_groups(model)
+    for _ in range(2):  # the accumulation of the second pass is one of sums
+        for synchronizes in (False, True):
+            model.set_requires_gradient_sync(synchronizes)  # type: ignore[operator]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                model(torch.arange(8.0).view(2, 4)).sum().backward()
+        dtypes = [p._unsharded_param.dtype for p in group.fsdp_params]
+        assert dtypes == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        torch.testing.assert_close(model[1].bias.grad.full_tensor(), torch.full((4,), 4.0))  # type: ignore[union-attr]
+        model.zero_grad()
+    group._init_mp_dtypes()
+    assert [p.param_dtype for p in group.fsdp_params] == [None, None, torch.bfloat16, torch.bfloat16]
 
 
 def test_the_backward_order_holds_what_backward_visits(mesh: DeviceMesh) -> None:

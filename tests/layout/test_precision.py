@@ -134,20 +134,31 @@ def test_norms_and_named_modules_are_islands():
     assert model.time_mlp not in fp32_islands(model)
 
 
-def test_islands_share_one_unit_and_settings_replace_them():
+def test_islands_stay_in_their_unit_and_settings_replace_them():
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
-    inner, outer = plan_units(model, WrapOptions(), precision="bf16-mixed").units
+    (unit,) = plan_units(model, WrapOptions(), precision="bf16-mixed").units
+    assert (unit.mp.param_dtype, unit.mp.reduce_dtype) == (BF16, FP32)
+    assert unit.as_stored == ("0.weight", "0.bias", "2.weight", "2.bias")
+    options = WrapOptions(mixed_precision={"param_dtype": "bf16", "cast_root_forward_inputs": False})
+    for plan in (
+        plan_units(model, options, precision="bf16-mixed"),
+        plan_units(model, WrapOptions(), precision="bf16-true"),
+    ):
+        assert [unit.as_stored for unit in plan.units] == [()]
+
+
+def test_islands_are_units_where_one_dtype_of_gradients_is_asked_for():
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+    options = WrapOptions(keep_low_precision_grads=True)
+    inner, outer = plan_units(model, options, precision="bf16-mixed").units
     assert (inner.modules, inner.mp.param_dtype, inner.mp.reduce_dtype) == ((model[0], model[2]), None, FP32)
     assert (outer.parameters, outer.mp.param_dtype) == (("1.weight", "1.bias"), BF16)
-    options = WrapOptions(mixed_precision={"param_dtype": "bf16", "cast_root_forward_inputs": False})
-    assert len(plan_units(model, options, precision="bf16-mixed").units) == 1
-    assert len(plan_units(model, WrapOptions(), precision="bf16-true").units) == 1
 
 
 def test_pi05_keeps_its_projections_and_norms():
     model = PI05Model(PI05Config.tiny(trainable="expert"))
     plan = plan_units(model, WrapOptions(), precision="bf16-mixed")
-    kept = {name for unit in plan.units if unit.mp.param_dtype is None for name in unit.parameters}
+    kept = {name for unit in plan.units for name in unit.as_stored}
     expected = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out", "norm.")
     assert kept == {name for name in model.trainable_names() if any(part in name for part in expected)}
 
@@ -347,8 +358,7 @@ def test_units_inside_a_unit_of_fp32_have_autocast_back():
     wrappers = {"outer": {"module_names": ["0"]}, "inner": {"module_names": ["0.1"]}}
     options = body_bound_to(FULL, wrappers=wrappers, mixed_precision_rules={"outer": "own"})
     plan = applied(net, "bf16-mixed", **options)
-    # "0.1.norm" is an fp32 island of the flag and lies in a unit that has autocast.
-    assert {unit.name: unit.autocast for unit in plan.units} == {"0.1.norm": None, "0.1": True, "0": False, "": None}
+    assert {unit.name: unit.autocast for unit in plan.units} == {"0.1": True, "0": False, "": None}
     with torch.autocast("cpu", dtype=BF16):
         net(torch.randn(8, 4))
     assert net[0][1].seen[3] is True

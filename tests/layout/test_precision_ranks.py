@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from soma_lightning.compat import gather_as_stored
 from soma_lightning.layout.casting import apply_precision, keep_gradient_dtypes
 from soma_lightning.layout.wrap import UnitPlan, WrapOptions, plan_units
 from tests.ranks import ranks_run
@@ -154,7 +155,7 @@ class Policy(nn.Module):
         self.img = Image(activations)
         self.llm = nn.ModuleList(LanguageLayer() for _ in range(2))
         self.final_norm = RMSNorm()
-        self.unused_norm = RMSNorm()  # in one unit with final_norm where norms have their own
+        self.unused_norm = RMSNorm()
         for name in ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out"):
             layer = nn.Linear(W, W)
             layer._fsdp_wrap_name = name
@@ -299,6 +300,9 @@ def on_this_rank(case: str, mesh: Any) -> dict[str, Any]:
         modules = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
         policy_of_unit = unit.mp or MixedPrecisionPolicy()
         fully_shard(modules, mesh=mesh, mp_policy=policy_of_unit, ignored_params=ignored)
+    for unit in plan.units:
+        present = dict(policy.named_parameters())
+        gather_as_stored(unit.modules[0], {present[name] for name in unit.as_stored})
     apply_precision(policy, plan, sharded=True)
     fully_shard.state(policy)._lazy_init()
     keep_gradient_dtypes(policy, plan, sharded=True, replicated=case.startswith("replicated"))
