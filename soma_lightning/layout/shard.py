@@ -27,6 +27,7 @@ from soma_lightning.compat import (
 from soma_lightning.layout.casting import apply_precision, keep_gradient_dtypes
 from soma_lightning.layout.full_state import accept_full_tensors
 from soma_lightning.layout.mesh import WorldMesh
+from soma_lightning.layout.whole_gradients import WholeGradients
 from soma_lightning.layout.wrap import Unit, UnitPlan
 
 #: Entry points of a LightningModule that run like its forward.
@@ -50,21 +51,23 @@ class UnitFacts:
 class ShardedModule:
     """A module whose parameters are divided over the data ranks, and what has to be done around its backward passes.
 
-    replicated: parameters that stay whole on every rank. They are outside FSDP2: `after_backward` averages the
-    gradients of those that train.
+    replicated: parameters that stay whole on every rank: with a shard dimension of one rank, all of them. They are
+    outside FSDP2: `after_backward` averages the gradients of those that train.
     """
 
-    def __init__(self, mesh: WorldMesh, plan: UnitPlan, units: list[UnitFacts], replicated: Sequence[Tensor]) -> None:
+    def __init__(
+        self, root: Module, mesh: WorldMesh, plan: UnitPlan, units: list[UnitFacts], replicated: Sequence[Tensor]
+    ) -> None:
         self.mesh = mesh
+        self._root = root
         self._plan = plan
         self.units = units
         self.replicated = replicated
-        #: The first module of every unit, root last.
-        self._heads = [unit.modules[0] for unit in plan.units]
+        self._gradients = WholeGradients(replicated, {} if is_divided(mesh) else _reduce_dtypes(root, plan))
+        #: The first module of every unit of FSDP2, root last.
+        self._heads = [unit.modules[0] for unit in plan.units] if is_divided(mesh) else []
         self._reduces = True
         self._sums = False
-        #: Whether the gradients of `replicated` are sums over all ranks already.
-        self._summed = False
         #: Whether FSDP2 may hold gradients that no rank has in `.grad`; see `drop_unreduced`.
         self.may_hold_unreduced = False
 
@@ -90,48 +93,35 @@ class ShardedModule:
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the next backward passes reduce gradients.
 
-        With replicas the reduce-scatter goes on and only the all-reduce waits: a whole gradient is held nowhere.
+        With replicas of shards the reduce-scatter goes on and only the all-reduce waits: a whole gradient is held
+        nowhere.
         """
         self._reduces = enabled
-        root = self._heads[-1]
-        assert isinstance(root, FSDPModule)
-        if self.mesh.layout.replicate > 1:
-            root.set_requires_all_reduce(enabled)
-        else:
-            root.set_requires_gradient_sync(enabled)
+        for head in self._heads[-1:]:
+            assert isinstance(head, FSDPModule)
+            if self.mesh.layout.replicate > 1:
+                head.set_requires_all_reduce(enabled)
+            else:
+                head.set_requires_gradient_sync(enabled)
 
     def before_backward(self) -> None:
         """Call before every backward pass: units that were frozen and train now reduce in their own dtype, and sums of
         the pass before are not summed again."""
-        if self._summed and self.mesh.dp_rank > 0:  # the next sum has them from the first rank
-            for param in self.replicated:
-                if param.grad is not None:
-                    param.grad.zero_()
-        self._summed = False
+        self._gradients.before_backward(is_first_rank=self.mesh.dp_rank == 0)
         if any([renew_fsdp_dtypes(head) for head in self._heads]):
             self.keep_gradient_dtypes()
 
     def keep_gradient_dtypes(self) -> None:
         """Call after FSDP2 took the dtypes of a unit from its parameters."""
-        whole = self.mesh.layout.mesh_shape()["dp_shard"] == 1
-        keep_gradient_dtypes(self._heads[-1], self._plan, sharded=True, replicated=whole)
+        divided = is_divided(self.mesh)
+        keep_gradient_dtypes(self._root, self._plan, sharded=divided, replicated=not divided)
 
-    @torch.no_grad()
     def after_backward(self) -> None:
         """Call after every backward pass: averages, or sums up, what FSDP2 does not know."""
-        if not self._reduces:
-            self.may_hold_unreduced = True
-            return
-        grads = [p.grad for p in self.replicated if p.requires_grad and p.grad is not None]
-        for dtype in dict.fromkeys(grad.dtype for grad in grads):  # in one order on all ranks
-            same = [grad for grad in grads if grad.dtype == dtype]
-            flat = torch.cat([grad.reshape(-1) for grad in same]).float()
-            dist.all_reduce(flat)
-            if not self._sums:
-                flat /= self.mesh.dp_size
-            for grad, mean in zip(same, torch.split(flat, [grad.numel() for grad in same]), strict=True):
-                grad.copy_(mean.view_as(grad))
-        self._summed = self._sums
+        if self._reduces:
+            self._gradients.reduce(ranks=self.mesh.dp_size, sums=self._sums)
+        else:
+            self.may_hold_unreduced = bool(self._heads)
 
     def drop_unreduced(self, params: Collection[Tensor]) -> None:
         """Call when the gradients of `params` are zeroed: what was accumulated without reduction goes with them."""
@@ -166,13 +156,42 @@ def shard_module(
     Raises ValueError naming a parameter that has no memory yet, is not contiguous or has a gradient hook, an embedding
     with max_norm, a module that is already sharded, and a forward method that does not exist or belongs to no unit.
     """
-    _refuse_unshardable(root)
+    _refuse_unshardable(root, divided=is_divided(mesh))
     methods = entry_points(root, forward_methods)
     names = dict(root.named_parameters())
-    replicated = [names[name] for name in plan.replicated]  # in this order on every rank
+    # In this order on every rank.
+    replicated = [names[name] for name in plan.replicated] if is_divided(mesh) else list(names.values())
     ignored = set(replicated)
     _refuse_hooks({name: param for name, param in names.items() if param not in ignored})
     _refuse_renormalizing(root, ignored)
+    if is_divided(mesh):
+        facts = _divide(root, plan, mesh, device, ignored)
+        _register_forward_methods(root, forward_methods)
+    else:
+        facts = []
+        _take_values_of_first_rank(chain(root.parameters(), root.buffers()), device, set())
+    apply_precision(root, plan, sharded=is_divided(mesh), forward_methods=methods)
+    if is_divided(mesh):
+        begin_fsdp(root)
+        for unit in plan.units:
+            gather_for_backward_only_what_it_visits(unit.modules[0])
+        accept_full_tensors(root)
+    # On the module itself: a table of modules would keep them alive, since the record holds the module.
+    root.__dict__[_RECORD] = sharded = ShardedModule(root, mesh, plan, facts, replicated)
+    sharded.keep_gradient_dtypes()
+    return sharded
+
+
+def is_divided(mesh: WorldMesh) -> bool:
+    """Whether a rank holds parts of parameters; else FSDP2 would gather for nothing, and has no place."""
+    return mesh.layout.mesh_shape()["dp_shard"] > 1
+
+
+def _divide(
+    root: Module, plan: UnitPlan, mesh: WorldMesh, device: torch.device, ignored: set[torch.nn.Parameter]
+) -> list[UnitFacts]:
+    """Unit by unit."""
+    names = dict(root.named_parameters())
     done: set[int] = set()
     facts = []
     for unit in plan.units:
@@ -192,19 +211,21 @@ def shard_module(
             vars(param).update(vars(names[name]))
     for unit in plan.units:
         gather_as_stored(unit.modules[0], {present[name] for name in unit.as_stored})
-    _register_forward_methods(root, forward_methods)
-    apply_precision(root, plan, sharded=True, forward_methods=methods)
-    begin_fsdp(root)
+    return facts
+
+
+def _reduce_dtypes(root: Module, plan: UnitPlan) -> dict[Tensor, torch.dtype]:
+    """Where a unit's precision asks for another dtype of the sum than fp32."""
+    params = dict(root.named_parameters(remove_duplicate=False))
+    low: dict[Tensor, torch.dtype] = {}
     for unit in plan.units:
-        gather_for_backward_only_what_it_visits(unit.modules[0])
-    accept_full_tensors(root)
-    # On the module itself: a table of modules would keep them alive, since the record holds the module.
-    root.__dict__[_RECORD] = sharded = ShardedModule(mesh, plan, facts, replicated)
-    sharded.keep_gradient_dtypes()
-    return sharded
+        dtype = unit.precision.reduce_dtype or unit.precision.param_dtype
+        if unit.precision.explicit and dtype is not None:
+            low.update({params[name]: dtype for name in unit.parameters})
+    return low
 
 
-def _refuse_unshardable(root: Module) -> None:
+def _refuse_unshardable(root: Module, *, divided: bool) -> None:
     for name, module in root.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(
@@ -218,7 +239,7 @@ def _refuse_unshardable(root: Module) -> None:
             raise ValueError(f"{name!r} has no shape yet (a lazy module); run one forward pass before training")
         if tensor.is_meta:
             raise ValueError(f"{name!r} is on the meta device; give it memory and values before training")
-        if isinstance(tensor, torch.nn.Parameter) and not tensor.is_contiguous():
+        if divided and isinstance(tensor, torch.nn.Parameter) and not tensor.is_contiguous():
             raise ValueError(
                 f"{name!r} has strides {tensor.stride()}; FSDP2 shards contiguous parameters only: store it with "
                 "memory_format=torch.contiguous_format"
