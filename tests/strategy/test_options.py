@@ -192,6 +192,16 @@ def test_layouts_that_do_not_fit_are_refused_with_the_trainer(kind: str, layout:
         build(kind, cls(layout=layout))
 
 
+@pytest.mark.parametrize("layout", ["replicate", "hsdp"])
+@pytest.mark.parametrize("settings", [{"frozen": "shard"}, {"reshard_after_forward": True}])
+def test_settings_about_shards_are_refused_where_there_are_none(layout: str, settings: dict[str, Any]) -> None:
+    engine = SomaSpeedStrategy(layout=layout, **settings).engine
+    (name,) = settings
+    with pytest.raises(ValueError, match=rf"^{name}=.* has no effect with replicate=2, shard=1"):
+        engine.setup_world(devices=2, num_nodes=1, processes=2)
+    engine.setup_world(devices=1, num_nodes=1, processes=1)
+
+
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
 @pytest.mark.parametrize("layout", ["auto", "fsdp", "hsdp", "replicate", {"shard": 1}, Layout()])
 def test_on_one_process_every_layout_is_the_trivial_mesh(kind: str, layout: Any) -> None:

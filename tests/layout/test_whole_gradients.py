@@ -1,0 +1,205 @@
+"""Replicas hold plain parameters; their gradients become the mean of all ranks, whoever had one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from soma_lightning.layout import whole_gradients
+from soma_lightning.layout.mesh import Layout, WorldMesh
+from soma_lightning.layout.shard import ShardedModule, shard_module
+from soma_lightning.layout.wrap import WrapOptions, plan_units
+from tests.ranks import ranks_run
+
+#: One worker runs the file: starting its processes takes longest.
+pytestmark = pytest.mark.xdist_group("whole_gradients")
+
+RANKS = 2
+
+
+class Branches(nn.Module):
+    """Rank r uses branch r only; nobody uses the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Conv2d(3, 4, 2)
+        self.branch = nn.ModuleList(nn.Linear(4, 2) for _ in range(RANKS + 1))
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branch[branch](self.trunk(x).mean((2, 3))).mul(self.temperature).square().sum()
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def sharded(model: nn.Module, flag: str = "32-true", **settings: Any) -> ShardedModule:
+    mesh = WorldMesh.build(Layout(replicate=RANKS, shard=1), "cpu")
+    plan = plan_units(model, WrapOptions(**settings), precision=flag)
+    return shard_module(model, plan, mesh, device=torch.device("cpu"))
+
+
+def backward(record: ShardedModule, loss: Tensor) -> None:
+    record.before_backward()
+    loss.backward()
+    record.after_backward()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def every_rank() -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    sums: list[tuple[int, torch.dtype]] = []
+    original = dist.all_reduce
+
+    def watched(tensor: Tensor, **settings: Any) -> Any:
+        sums.append((tensor.numel(), tensor.dtype))
+        return original(tensor, **settings)
+
+    whole_gradients.dist.all_reduce = watched  # type: ignore[attr-defined]
+    found: dict[str, Any] = {"sums": {}}
+    for name, run in (("plain", plain), ("small buckets", small_buckets), ("several passes", several_passes)):
+        sums.clear()
+        found[name] = run(rank)
+        found["sums"][name] = list(sums)
+    for name, (flag, settings) in LOW.items():
+        model = nn.Linear(4, 2).to(torch.bfloat16 if flag == "bf16-true" else torch.float32)
+        record = sharded(model, flag, **settings)
+        sums.clear()
+        backward(record, model(torch.ones(1, 4, dtype=model.weight.dtype)).float().sum())
+        found["sums"][name] = [*sums, model.weight.grad.dtype]  # type: ignore[union-attr]
+    found["sparse"] = sparse()
+    return found
+
+
+LOW = {
+    "stored low": ("bf16-true", {}),
+    "reduced low": ("32-true", {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}}),
+}
+
+
+def plain(rank: int) -> dict[str, Any]:
+    model = Branches().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    calls: list[Tensor] = []
+    model.temperature.register_post_accumulate_grad_hook(calls.append)
+    record = sharded(model)
+    backward(record, model(batch(rank), rank))
+    return {"gradients": gradients(model), "hook": len(calls), "divided": divided(model), "facts": record.facts()}
+
+
+def small_buckets(rank: int) -> dict[str, Tensor | None]:
+    before, whole_gradients.BUCKET_BYTES = whole_gradients.BUCKET_BYTES, 16
+    model = Branches().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    backward(sharded(model), model(batch(rank), rank))
+    whole_gradients.BUCKET_BYTES = before
+    return gradients(model)
+
+
+def several_passes(rank: int) -> list[dict[str, Tensor | None]]:
+    """One that waits and one that reduces; two that sum."""
+    model = Branches()
+    record = sharded(model)
+    record.set_gradient_sync(False)
+    backward(record, model(batch(rank), rank))
+    record.set_gradient_sync(True)
+    backward(record, model(batch(RANKS + rank), rank))
+    averaged = gradients(model)
+    model.zero_grad()
+    record.set_sums(True)
+    backward(record, model(batch(rank), rank))
+    backward(record, model(batch(RANKS + rank), rank))
+    return [averaged, gradients(model)]
+
+
+def sparse() -> str:
+    model = nn.Embedding(4, 2, sparse=True)
+    record = sharded(model)
+    with pytest.raises(ValueError, match="sparse") as error:
+        backward(record, model(torch.tensor([1])).sum())
+    return str(error.value)
+
+
+def divided(model: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def alone(batches: Callable[[int], list[Tensor]]) -> dict[str, Tensor | None]:
+    """Sum over what the ranks compute."""
+    model = Branches()
+    for rank in range(RANKS):
+        for x in batches(rank):
+            model(x, rank).backward()
+    return gradients(model)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks_run(every_rank, tmp_path_factory.mktemp("ranks"), world_size=RANKS)
+
+
+def assert_gradients(got: dict[str, Tensor | None], expected: dict[str, Tensor | None], divisor: int) -> None:
+    for name, value in expected.items():
+        if value is None:
+            assert got[name] is None, f"{name} was used by nobody"
+        else:
+            assert got[name] is not None, f"{name} was used by some rank"
+            torch.testing.assert_close(got[name], value / divisor, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_a_branch_of_one_rank_has_a_gradient_on_all(ranks: list[dict[str, Any]]) -> None:
+    expected = alone(lambda rank: [batch(rank)])
+    assert expected["branch.2.weight"] is None
+    for rank in ranks:
+        assert not rank["plain"]["divided"]
+        assert_gradients(rank["plain"]["gradients"], expected, RANKS)
+        assert rank["plain"]["hook"] == 1
+    first, second = (rank["plain"]["gradients"] for rank in ranks)
+    assert all(second[name] is None if g is None else torch.equal(g, second[name]) for name, g in first.items())
+
+
+def test_buckets_change_no_bit(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name, gradient in rank["plain"]["gradients"].items():
+            other = rank["small buckets"][name]
+            assert other is None if gradient is None else torch.equal(gradient, other)
+    numel = sum(p.numel() for p in Branches().parameters())
+    count = len(list(Branches().parameters()))
+    assert ranks[0]["sums"]["plain"] == [(numel + count, torch.float32)]
+    assert len(ranks[0]["sums"]["small buckets"]) > 4
+
+
+def test_passes_that_wait_and_passes_that_sum(ranks: list[dict[str, Any]]) -> None:
+    expected = alone(lambda rank: [batch(rank), batch(RANKS + rank)])
+    for rank in ranks:
+        averaged, summed = rank["several passes"]
+        assert_gradients(averaged, expected, RANKS)
+        assert_gradients(summed, expected, 1)
+    assert len(ranks[0]["sums"]["several passes"]) == 3
+
+
+def test_sums_are_in_fp32_unless_told(ranks: list[dict[str, Any]]) -> None:
+    size = 4 * 2 + 2 + 2
+    assert ranks[0]["sums"]["stored low"] == [(size, torch.float32), torch.bfloat16]
+    assert ranks[0]["sums"]["reduced low"] == [(size, torch.bfloat16), torch.float32]
+
+
+def test_a_sparse_gradient_is_refused(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["sparse"] == "a parameter of shape (4, 2) has a sparse gradient; use sparse=False"
+
+
+def test_the_report_counts_what_is_whole(ranks: list[dict[str, Any]]) -> None:
+    facts = ranks[1]["plain"]["facts"]
+    assert facts["units"] == []
+    assert facts["whole on every rank"] == {"frozen": 0, "trainable": sum(p.numel() for p in Branches().parameters())}
