@@ -119,7 +119,7 @@ class RunReport:
         whole = self.sharding["whole on every rank"]
         memory = {key: f"{size / 2**20:,.1f} MiB" for key, size in self.sharding["bytes of a rank"].items()}
         return [
-            f"units:      {len(units)}: {'; '.join(described)}",
+            f"units:      {f'{len(units)}: ' if units else ''}{'; '.join(described) or 'none, nothing is divided'}",
             f"whole:      {whole['frozen']:,} frozen and {whole['trainable']:,} trainable parameters on every rank",
             f"memory:     about {', '.join(f'{key} {size}' for key, size in memory.items())} on rank 0",
         ]
