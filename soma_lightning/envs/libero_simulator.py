@@ -1,7 +1,7 @@
 """How one LIBERO task is built, reset in bounded time, stepped and drawn; conventions are left to `libero.py`.
 
-LIBERO samples an observation inside the control step (after 24 of its 25 substeps, usually) and shows geometry of the
-substep before. Released policies and data sets hold these slightly old observations. Drawing only when somebody looks
+LIBERO samples an observation inside the control step (after 24 of its 25 substeps) and shows geometry of the substep
+before. Released policies and data sets hold these slightly old observations. Drawing only when somebody looks
 must not change that: at the moment of sampling, where everything is gets noted (0.03 ms), and that is drawn later.
 """
 
@@ -33,6 +33,8 @@ _DRAWN = (
     "light_xpos",
     "light_xdir",
 )
+#: Simulators that nobody has closed yet.
+_alive: weakref.WeakSet[LiberoSimulator] = weakref.WeakSet()
 
 
 class LiberoSimulator:
@@ -53,7 +55,7 @@ class LiberoSimulator:
             check_gl()
         self._mujoco = import_mujoco()
         wrapper = import_simulator()
-        with quiet():
+        with _numpy_seeded(0), quiet():  # it places everything once, in vain after a hard reset
             self._control = wrapper.ControlEnv(
                 bddl_file_name=bddl_file,
                 has_offscreen_renderer=image_size is not None,
@@ -61,8 +63,10 @@ class LiberoSimulator:
                 ignore_done=True,
                 hard_reset=hard_reset,
             )
-        # An OpenGL context that is freed after EGL has ended prints tracebacks, so a forgotten one is closed before.
-        atexit.register(_close_if_alive, weakref.ref(self))
+        _alive.add(self)
+        # Handlers run in reverse order: this one before the one that ends EGL, after which freeing prints tracebacks.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
         self._seen: list[np.ndarray] = []  # `_drawn_arrays` at the last sampling
         if image_size is not None:
             self._sample_with_the_observables()
@@ -153,9 +157,8 @@ class LiberoSimulator:
                 array[:] = kept
 
 
-def _close_if_alive(reference: weakref.ref[LiberoSimulator]) -> None:
-    simulator = reference()
-    if simulator is not None:
+def _close_all() -> None:
+    for simulator in list(_alive):
         simulator.close()
 
 

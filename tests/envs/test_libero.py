@@ -6,6 +6,8 @@ import contextlib
 import io
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,13 @@ CAMERAS = ("agentview_image", "robot0_eye_in_hand_image")
 @pytest.fixture(scope="module")
 def table() -> Iterator[LiberoEnv]:
     env = LiberoEnv("libero_object", task_numbers=[0, 1], image_size=SIZE)
+    yield env
+    env.close()
+
+
+@pytest.fixture(scope="module")
+def goal() -> Iterator[LiberoEnv]:
+    env = LiberoEnv("libero_goal", task_numbers=[8], cameras=[])
     yield env
     env.close()
 
@@ -93,9 +102,14 @@ def test_everything_equals_the_benchmarks_own_environment(table: LiberoEnv) -> N
     assert np.any(theirs[1]["late"] != theirs[1]["agentview_image"])
 
 
-def test_the_object_scene_looks_as_with_the_tested_mujoco_and_stands_the_right_way(table: LiberoEnv) -> None:
+def test_the_scene_looks_right_and_actions_do_what_the_contract_says(table: LiberoEnv) -> None:
     """Mean grey catches MuJoCo's darker floors; the thumbnail catches every other turn or mirroring."""
     first = started(table)
+    check_picture(first)
+    check_motion(table, first)
+
+
+def check_picture(first: dict[str, np.ndarray]) -> None:
     assert 130 < first["agentview_image"].mean() < 150
     golden = np.load(GOLDEN)
     for camera in CAMERAS:
@@ -127,8 +141,7 @@ def test_two_runs_are_equal_bit_for_bit_and_leave_numpys_generator_alone(table: 
     np.testing.assert_array_equal(runs[0][1], runs[1][1])
 
 
-def test_actions_move_the_hand_and_the_fingers_as_the_contract_says(table: LiberoEnv) -> None:
-    first = started(table)
+def check_motion(table: LiberoEnv, first: dict[str, np.ndarray]) -> None:
     state = state_of(first)
     assert state.shape == (8,)
     assert np.linalg.norm(state[3:6]) > 3.14  # beyond pi: the quaternion's sign was kept
@@ -163,27 +176,29 @@ def test_a_spatial_task_without_mirror_images_and_with_soft_resets() -> None:
     env.close()
 
 
-def test_fixtures_stand_where_the_episodes_number_puts_them() -> None:
+def test_fixtures_stand_where_the_episodes_number_puts_them(goal: LiberoEnv) -> None:
     """Cabinet, stove and rack are in no initial state; an episode has them where it always has them."""
-    env = LiberoEnv("libero_goal", task_numbers=[8], cameras=[])
-    (task,) = env.tasks
+    (task,) = goal.tasks
 
     def fixtures(init_state: int) -> np.ndarray:
-        env.reset(task, init_state)
-        assert env._simulator is not None
-        return np.array(env._simulator._control.env.sim.model.body_pos)
+        goal.reset(task, init_state)
+        assert goal._simulator is not None
+        return np.array(goal._simulator._control.env.sim.model.body_pos)
 
+    goal._drop_simulator()
+    before = np.random.get_state()[2]  # noqa: NPY002
     first, second, again = fixtures(0), fixtures(1), fixtures(0)
     np.testing.assert_array_equal(first, again)
     assert 0 < np.abs(first - second).max() < 0.05
-    env.close()
+    assert np.random.get_state()[2] == before  # noqa: NPY002 (building and resetting draw from a seed of their own)
 
 
-def test_a_reset_that_fails_raises_at_once_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_fails_raises_at_once_and_the_next_one_works(
+    goal: LiberoEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from robosuite.utils.errors import RandomizationError
 
-    env = LiberoEnv("libero_goal", task_numbers=[8], cameras=[])
-    (task,) = env.tasks
+    (task,) = goal.tasks
     calls: list[int] = []
 
     def break_reset(error: Exception) -> None:
@@ -191,23 +206,22 @@ def test_a_reset_that_fails_raises_at_once_and_the_next_one_works(monkeypatch: p
             calls.append(1)
             raise error
 
-        monkeypatch.setattr(env._simulator_of(task)._control.env, "reset", reset)
+        monkeypatch.setattr(goal._simulator_of(task)._control.env, "reset", reset)
 
     begin = time.monotonic()
     break_reset(FileNotFoundError("a mesh is gone"))
     with pytest.raises(FileNotFoundError, match="a mesh is gone"):
-        env.reset(task, 0)
+        goal.reset(task, 0)
     assert len(calls) == 1
     with pytest.raises(RuntimeError, match="no episode is running"):
-        env.observe()
+        goal.observe()
     break_reset(RandomizationError("no place"))
     with pytest.raises(RuntimeError, match="found no free place for its objects in 10 attempts"):
-        env.reset(task, 0)
+        goal.reset(task, 0)
     assert len(calls) == 11
     assert time.monotonic() - begin < 60
-    env.reset(task, 0)  # builds a new simulator
-    assert np.isfinite(env.observe()["robot0_eef_pos"]).all()
-    env.close()
+    goal.reset(task, 0)  # builds a new simulator
+    assert np.isfinite(goal.observe()["robot0_eef_pos"]).all()
 
 
 def test_a_killed_worker_is_replaced_and_its_slot_starts_again() -> None:
@@ -229,6 +243,31 @@ def test_a_killed_worker_is_replaced_and_its_slot_starts_again() -> None:
         group.reset([1], [Episode(task, 0)])
         group.execute([1], actions[:1])
         np.testing.assert_array_equal(group.observe([1])["states"][0], before["states"][1])
+
+
+def test_a_forgotten_environment_ends_silently_and_leaves_the_home_alone(tmp_path: Path) -> None:
+    """A fresh process with closed stdin that sees a GPU under a number that EGL does not know."""
+    code = """
+import os
+from soma_lightning.envs import make
+env = make("libero", suite="libero_goal", task_numbers=[8], image_size=32, cameras=["agentview"], settle_steps=0)
+env.reset(next(iter(env.tasks)), 0)
+assert env.observe()["agentview_image"].any()
+print(os.environ["MUJOCO_EGL_DEVICE_ID"], os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("MUJOCO_GL"))
+"""
+    unset = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "DISPLAY", "LIBERO_CONFIG_PATH")
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    settings = {"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "97", "MPLCONFIGDIR": str(tmp_path / "matplotlib")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**kept, **settings, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 97 egl\n", ""), done.stderr
+    assert {path.name for path in tmp_path.iterdir()} <= {"matplotlib"}
 
 
 @pytest.mark.parametrize("suite", list(MAX_STEPS))
