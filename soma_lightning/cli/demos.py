@@ -18,14 +18,14 @@ from soma_lightning.envs.demos import (
     demonstration_features,
     record_demonstrations,
 )
-from soma_lightning.envs.registry import ENVIRONMENTS, EnvSpec
+from soma_lightning.envs.registry import EnvSpec
 from soma_lightning.envs.somatable import TASKS
 
 
 def build_parser() -> CommandParser:
     """The options of `soma demos`."""
     parser = CommandParser("demos", __doc__)
-    parser.add_argument("--env", default="somatable", help=f"environment; with experts: {', '.join(ENVIRONMENTS)}")
+    parser.add_argument("--env", default="somatable", help="environment; somatable has experts")
     parser.add_tasks(f"one of {', '.join(TASKS)}", required=True)
     parser.add_argument("--episodes", type=int, required=True, help="successful demonstrations to record per task")
     parser.add_argument("--out", type=str, required=True, help="folder of the data set to be")

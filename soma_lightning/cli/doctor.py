@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from soma_lightning.envs import libero_package
 from soma_lightning.envs.rendering import check_gl
 from soma_lightning.imports import EXTRA_OF_PACKAGE, is_available
 
@@ -25,6 +26,14 @@ def version_of(package: str) -> str:
         )
 
 
+def libero_state() -> str:
+    """Which LIBERO is installed and where its meshes are, or what is missing; it is not needed for anything else."""
+    try:
+        return libero_package.describe()
+    except (ImportError, FileNotFoundError) as error:
+        return str(error)
+
+
 def main(argv: list[str]) -> int:
     """Prints versions, devices and the state of off-screen rendering. Returns 1 when something is missing."""
     if argv:
@@ -36,6 +45,7 @@ def main(argv: list[str]) -> int:
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in PACKAGES:
         print(f"{package:<16}{version_of(package)}")
+    print(f"{'LIBERO':<16}{libero_state()}")
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none (the CPU reference path is used)"
     print(f"{'CUDA device':<16}{device}")
     if not is_available("mujoco"):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from soma_lightning.envs.base import batch_observations as batch_observations
     from soma_lightning.envs.base import state_of as state_of
     from soma_lightning.envs.demos import record_demonstrations as record_demonstrations
+    from soma_lightning.envs.libero import LiberoEnv as LiberoEnv
     from soma_lightning.envs.registry import EnvSpec as EnvSpec
     from soma_lightning.envs.registry import make as make
     from soma_lightning.envs.registry import make_group as make_group
@@ -38,6 +39,7 @@ _HOME_OF_NAME = {
     "batch_observations": "soma_lightning.envs.base",
     "state_of": "soma_lightning.envs.base",
     "record_demonstrations": "soma_lightning.envs.demos",
+    "LiberoEnv": "soma_lightning.envs.libero",
     "EnvSpec": "soma_lightning.envs.registry",
     "make": "soma_lightning.envs.registry",
     "make_group": "soma_lightning.envs.registry",

@@ -12,7 +12,10 @@ from soma_lightning.envs.base import ManipulationEnv, require_known
 from soma_lightning.envs.vector import LocalEnvs, SpawnedEnvs
 
 #: Name -> "module:class". The class is imported when an environment is built, not before.
-ENVIRONMENTS = {"somatable": "soma_lightning.envs.somatable:SomaTable"}
+ENVIRONMENTS = {
+    "somatable": "soma_lightning.envs.somatable:SomaTable",
+    "libero": "soma_lightning.envs.libero:LiberoEnv",
+}
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,34 @@ def check_gl() -> RenderingState:
     return RenderingState(backend=os.environ.get("MUJOCO_GL") or "glfw", mujoco_version=mujoco.__version__)
 
 
+def choose_egl_device(turn: int = 0) -> None:
+    """Sets MUJOCO_EGL_DEVICE_ID from CUDA_VISIBLE_DEVICES for worker number `turn`; a value that is set is kept.
+
+    The two count differently: EGL lists every GPU that the container shows, whatever CUDA_VISIBLE_DEVICES says. Does
+    nothing where CUDA_VISIBLE_DEVICES is not set or another back end than EGL draws.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or os.environ.get("MUJOCO_EGL_DEVICE_ID") or not is_available("mujoco"):
+        return
+    import_mujoco()
+    if os.environ.get("MUJOCO_GL") == "egl":
+        count = len(import_module("mujoco.egl.egl_ext").eglQueryDevicesEXT())
+        os.environ["MUJOCO_EGL_DEVICE_ID"] = str(egl_device(visible, turn, count))
+
+
+def egl_device(visible: str, turn: int, count: int) -> int:
+    """Index among `count` EGL devices for worker `turn`: inside the `visible` devices, in turn.
+
+    visible: as CUDA_VISIBLE_DEVICES. Numbers that all are EGL indices are taken as such. Names, and numbers of a host
+    of which the container shows less, count from 0. Without a visible device it is 0, the first one.
+    """
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    numbers = [int(name) for name in names if name.isdigit()]
+    if len(numbers) != len(names) or any(number >= count for number in numbers):
+        numbers = list(range(min(len(names), count)))
+    return numbers[turn % len(numbers)] if numbers else 0
+
+
 def main() -> int:
     """Prints the state of rendering; returns 0 when it works and 1 when it does not."""
     try:

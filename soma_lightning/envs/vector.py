@@ -24,6 +24,7 @@ from soma_lightning.envs.base import (
     batch_observations,
     require_known,
 )
+from soma_lightning.envs.rendering import choose_egl_device
 from soma_lightning.envs.worker import Worker, WorkerError, WorkerFailure
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ class SpawnedEnvs(_ClosedOnExit):
 
     make_env: picklable; built in the workers only, so this process gets no OpenGL context. timeout_s: the longest one
     call may take; start_timeout_s: the longest a worker may take to build its environments. gl_devices: index among
-    the EGL devices for each worker, in turn (MUJOCO_EGL_DEVICE_ID); None leaves the choice to MuJoCo.
+    the EGL devices for each worker, in turn (MUJOCO_EGL_DEVICE_ID); None takes those that CUDA_VISIBLE_DEVICES names,
+    in turn, and leaves the choice to MuJoCo where it is not set.
 
     A worker that dies or does not answer in time is ended (its own process only) and a new one takes its place. Its
     slots are lost: the call raises one `WorkerError` that names worker, slots and episodes, and carries the other
@@ -197,7 +199,7 @@ class SpawnedEnvs(_ClosedOnExit):
         for number in range(num_workers):
             slots_here = len(range(number, num_slots, num_workers))
             device = {"MUJOCO_EGL_DEVICE_ID": str(gl_devices[number % len(gl_devices)])} if gl_devices else {}
-            build = partial(LocalEnvs, make_env, slots_here)
+            build = partial(_build_share, make_env, slots_here, number)
             self._workers.append(Worker(number, build, environment=device, start_timeout_s=start_timeout_s))
         try:
             self.tasks: Mapping[str, TaskSpec] = self._start()
@@ -321,6 +323,12 @@ class SpawnedEnvs(_ClosedOnExit):
         self._ledger.lost(list(lost))
         lines.append("Reset these slots to go on; the other slots are unharmed.")
         return WorkerError("\n".join(lines), slots=sorted(lost), episodes=lost, results=results)
+
+
+def _build_share(make_env: Callable[[], ManipulationEnv], num_slots: int, number: int) -> LocalEnvs:
+    """What worker `number` serves, drawn on a device of its own where several are visible."""
+    choose_egl_device(number)
+    return LocalEnvs(make_env, num_slots)
 
 
 def _rows(answer: Any, count: int) -> list[Any]:
