@@ -104,10 +104,11 @@ class ShardedModule:
             else:
                 head.set_requires_gradient_sync(enabled)
 
-    def before_backward(self) -> None:
+    def before_backward(self, *, alone: bool = True) -> None:
         """Call before every backward pass: units that were frozen and train now reduce in their own dtype, and sums of
-        the pass before are not summed again."""
-        self._gradients.before_backward(is_first_rank=self.mesh.dp_rank == 0)
+        the pass before are not summed again. alone: whether no other sharded module takes part in the pass."""
+        overlaps = alone and self._reduces and not self._heads
+        self._gradients.before_backward(is_first_rank=self.mesh.dp_rank == 0, overlaps=overlaps)
         if any([renew_fsdp_dtypes(head) for head in self._heads]):
             self.keep_gradient_dtypes()
 

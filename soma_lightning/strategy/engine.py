@@ -355,8 +355,9 @@ class Engine:
     def before_backward(self, *, loss_divisor: int = 1) -> None:
         """Call before every backward pass. loss_divisor: what the loss of a window of micro-batches is divided by."""
         self._count_samples(loss_divisor)
-        for sharded in self._sharded_modules():
-            sharded.before_backward()
+        modules = self._sharded_modules()
+        for sharded in modules:
+            sharded.before_backward(alone=len(modules) == 1)
 
     def _count_samples(self, loss_divisor: int) -> None:
         """Hands the module's count of samples to the optimizers; ranks agree once whether there are counts at all."""

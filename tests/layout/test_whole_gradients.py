@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from soma_lightning.layout import whole_gradients
 from soma_lightning.layout.mesh import Layout, WorldMesh
@@ -80,6 +83,10 @@ def every_rank() -> dict[str, Any]:
         sums.clear()
         backward(record, model(torch.ones(1, 4, dtype=model.weight.dtype)).float().sum())
         found["sums"][name] = [*sums, model.weight.grad.dtype]  # type: ignore[union-attr]
+    sums.clear()
+    found["sent early"] = sent_early(rank, sums)
+    found["twice"] = twice()
+    found["freed"] = freed(rank)
     found["sparse"] = sparse()
     return found
 
@@ -121,6 +128,39 @@ def several_passes(rank: int) -> list[dict[str, Tensor | None]]:
     backward(record, model(batch(rank), rank))
     backward(record, model(batch(RANKS + rank), rank))
     return [averaged, gradients(model)]
+
+
+def sent_early(rank: int, sums: list[tuple[int, torch.dtype]]) -> list[int]:
+    """How many buckets were on their way when a layer got its gradient, last layer first; in the end all are."""
+    before, whole_gradients.BUCKET_BYTES = whole_gradients.BUCKET_BYTES, 16
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    seen: list[int] = []
+    for layer in model:
+        layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(sums)))
+    backward(sharded(model), model(batch(rank).flatten()[:4]).sum())
+    whole_gradients.BUCKET_BYTES = before
+    return [*seen, len(sums)]
+
+
+def twice() -> str:
+    """Reentrant checkpoints write the gradient of what they share once for each."""
+    shared = nn.Linear(4, 4)
+    record = sharded(shared)
+    x = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        x = checkpoint(shared, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="second gradient") as error:
+        backward(record, x.sum())
+    return str(error.value)
+
+
+def freed(rank: int) -> bool:
+    model = Branches()
+    backward(sharded(model), model(batch(rank), rank))
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    return reference() is None
 
 
 def sparse() -> str:
@@ -187,6 +227,20 @@ def test_passes_that_wait_and_passes_that_sum(ranks: list[dict[str, Any]]) -> No
         assert_gradients(averaged, expected, RANKS)
         assert_gradients(summed, expected, 1)
     assert len(ranks[0]["sums"]["several passes"]) == 3
+
+
+def test_buckets_are_sent_while_the_backward_pass_goes_on(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["sent early"] == [0, 1, 2, 3, 4]
+
+
+def test_a_second_gradient_in_one_pass_is_refused(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["twice"].startswith("a parameter of shape (4,) got a second gradient in one backward pass")
+    assert ranks[0]["twice"].endswith("needs use_reentrant=False")
+
+
+def test_a_module_that_is_dropped_is_freed(ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["freed"] for rank in ranks)
 
 
 def test_sums_are_in_fp32_unless_told(ranks: list[dict[str, Any]]) -> None:
