@@ -24,16 +24,24 @@ class WholeGradients:
 
     def __init__(self, params: Sequence[Tensor], reduce_dtypes: Mapping[Tensor, torch.dtype]) -> None:
         self._params, self._reduce_dtypes = params, reduce_dtypes
-        #: Whether the gradients are sums over all ranks already.
-        self._summed = False
+        #: Those whose gradients are sums over all ranks already.
+        self._summed: set[Tensor] = set()
+        #: Until the first backward pass that is told of: one that is not would leave each rank its own gradients.
+        self._guards = [
+            param.register_post_accumulate_grad_hook(_refuse_unseen_pass)  # type: ignore[no-untyped-call]
+            for param in params
+            if param.requires_grad
+        ]
 
     def before_backward(self, *, is_first_rank: bool) -> None:
         """Call before every backward pass: sums of the pass before are not summed again."""
-        if self._summed and not is_first_rank:  # the next sum has them from the first rank
-            for param in self._params:
-                if param.grad is not None:
-                    param.grad.zero_()
-        self._summed = False
+        while self._guards:
+            self._guards.pop().remove()
+        # The next sum has them from the first rank. Frozen ones are not in it: they wait, whole on every rank.
+        for param in [p for p in self._summed if p.requires_grad]:
+            self._summed.discard(param)
+            if param.grad is not None and not is_first_rank:
+                param.grad.zero_()
 
     @torch.no_grad()
     def reduce(self, *, ranks: int, sums: bool) -> None:
@@ -48,7 +56,8 @@ class WholeGradients:
         for bucket, work in works:
             work.wait()
             bucket.finish(1 if sums else ranks)
-        self._summed = sums
+        if sums:
+            self._summed.update(param for param in self._params if param.requires_grad)
 
     def _buckets(self) -> Iterator[tuple[list[Tensor], torch.dtype]]:
         """Parameters that are reduced together, and in which dtype."""
@@ -98,10 +107,17 @@ class _Bucket:
         had_one = self._flags.tolist() if self._missing else []  # the host waits here, but seldom
         for index in self._missing:
             if had_one[index]:
-                self._params[index].grad = self._parts[index].to(self._params[index].dtype)
+                self._params[index].grad = self._parts[index].to(_dtype_of_gradients(self._params[index]))
         for part, param in zip(self._parts, self._params, strict=True):
             if param.grad is not None and param.grad.data_ptr() != part.data_ptr():
                 param.grad.copy_(part)
+
+
+def _refuse_unseen_pass(_: Tensor) -> None:
+    raise RuntimeError(
+        "loss.backward() leaves gradients of parameters that are whole on every rank different on each rank; call "
+        "self.manual_backward(loss), or fabric.backward(loss), which averages them"
+    )
 
 
 def _dense_gradient(param: Tensor) -> Tensor:
@@ -109,6 +125,11 @@ def _dense_gradient(param: Tensor) -> Tensor:
     if param.grad.is_sparse:
         raise ValueError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient; use sparse=False")
     return param.grad
+
+
+def _dtype_of_gradients(param: Tensor) -> torch.dtype:
+    """The parameter's own, unless keep_low_precision_grads says otherwise."""
+    return getattr(param, "grad_dtype", None) or param.dtype
 
 
 def _can_hold(param: Tensor, part: Tensor) -> bool:
