@@ -36,7 +36,7 @@ _GRIP_SITE = "gripper0_grip_site"
 _POINTING_DOWN = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, -1.0]])
 
 # grasps
-_FINGER_REACH_M = 0.035  # the palm stays above an object whose top is no more than this above the grip
+_FINGER_REACH_M = 0.030  # from the grip up to the palm: deeper, and a milk carton with its lid stays in the open hand
 _THIN_M, _LOWEST_GRIP_M = 0.04, 0.009
 _WIDEST_M = 0.07  # of the 8 cm that the fingers open
 _RIM_INSET_M, _RIM_GRIP_M, _RIM_GRIP_IN_DRAWER_M = 0.005, 0.020, 0.012

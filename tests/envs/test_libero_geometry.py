@@ -91,8 +91,8 @@ def test_a_box_knows_what_is_above_it_and_how_far_beside_it() -> None:
     ("size", "above_bottom", "turned"),
     [
         ((0.08, 0.043, 0.018), 0.009, False),  # flat: around its middle
-        ((0.06, 0.06, 0.20), 0.165, False),  # tall: the palm stays above its top
-        ((0.04, 0.12, 0.10), 0.065, True),  # too wide for the fingers, so across its other side
+        ((0.06, 0.06, 0.20), 0.17, False),  # tall: the palm stays above its top
+        ((0.04, 0.12, 0.10), 0.07, True),  # too wide for the fingers, so across its other side
         ((0.20, 0.12, 0.05), 0.025, False),
     ],
 )
