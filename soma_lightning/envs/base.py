@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import numpy as np
 
@@ -28,6 +28,8 @@ FINGERS = "robot0_gripper_qpos"
 OBJECT_STATE = "object-state"
 
 ACTION_DIM = 7
+#: Values of an action's last component.
+OPEN, CLOSED = -1.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,38 @@ class ManipulationEnv(ABC):
     def sibling(self) -> ManipulationEnv | None:
         """Another environment of the same settings that shares what both only read; None when nothing can be shared."""
         return None
+
+
+class ScriptedExpert(ABC):
+    """Solves an environment's tasks by looking at the whole scene; built with the environment that it acts in.
+
+    It may remember what it is doing, so it is reset with every episode. It draws no random numbers.
+    """
+
+    @abstractmethod
+    def __init__(self, env: Any) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def tasks(cls, settings: Mapping[str, Any]) -> Mapping[str, TaskSpec]:
+        """The tasks with an expert in an environment of these settings; ValueError for settings that it refuses."""
+
+    @classmethod
+    @abstractmethod
+    def recording_settings(cls, seed: int) -> dict[str, Any]:
+        """Settings of the environment that recordings with `seed` add to the user's."""
+
+    @abstractmethod
+    def init_state(self, task: str, attempt: int) -> int:
+        """The init state of attempt number `attempt` (from 0) at recording `task`."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Starts with the episode that the environment just started. ValueError for a task without an expert."""
+
+    @abstractmethod
+    def act(self) -> np.ndarray:
+        """The action for the scene as it is now, float32 [7] in -1..1; called once a step."""
 
 
 @dataclass(frozen=True)

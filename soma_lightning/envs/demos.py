@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from soma_lightning.contract import ACTION, CAMERA_OF_OBSERVATION, STATE
-from soma_lightning.envs.base import ACTION_DIM, require_known
-from soma_lightning.envs.recorder import DEMONSTRATION_STREAM, Recorder, Rollout
-from soma_lightning.envs.registry import EnvSpec, environment_class
-from soma_lightning.envs.somatable import TASKS, SomaTable
+from soma_lightning.envs.base import ACTION_DIM, MAIN_IMAGE, WRIST_IMAGE, require_known
+from soma_lightning.envs.recorder import Recorder, Rollout
+from soma_lightning.envs.registry import EnvSpec, expert_class
 from soma_lightning.envs.worker import Worker, WorkerError, WorkerFailure, ordered_results
 
 FPS = 20
@@ -57,7 +56,7 @@ class RecordingSummary:
     environment: str
     settings: dict[str, Any]
     seed: int
-    init_state_stream: int
+    init_state_stream: int | None  # None: the environment has one set of init states, which recordings share
     noise: float
     tasks: list[TaskSummary] = field(default_factory=list)
     num_frames: int = 0
@@ -101,7 +100,8 @@ def record_demonstrations(
     `episodes` are not reached within five times as many attempts, WorkerError when a worker fails.
     """
     check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, workers=workers)
-    summary = RecordingSummary(spec.name, dict(spec.settings), seed, DEMONSTRATION_STREAM + seed, noise)
+    stream = expert_class(spec.name).recording_settings(seed).get("stream")
+    summary = RecordingSummary(spec.name, dict(spec.settings), seed, stream, noise)
     with _attempts(partial(Recorder, spec, seed, noise), workers, timeout_s) as attempts_of:
         for task in tasks:
             summary.num_frames += _record_task(task, episodes, attempts_of, writer, summary.tasks, report)
@@ -112,12 +112,12 @@ def check_recording(
     spec: EnvSpec, tasks: Sequence[str], *, episodes: int, seed: int, noise: float, workers: int
 ) -> None:
     """Raises ValueError for settings that `record_demonstrations` cannot work with, before anything is started."""
-    if environment_class(spec.name) is not SomaTable:
-        raise ValueError(f"environment '{spec.name}' has no scripted expert; 'somatable' has")
+    expert = expert_class(spec.name)
+    known = expert.tasks(spec.settings)
     if not tasks:
-        raise ValueError(f"no task was named; known: {', '.join(TASKS)}")
+        raise ValueError(f"no task was named; known: {', '.join(known)}")
     for task in tasks:
-        require_known("task", task, TASKS)
+        require_known("task with a scripted expert", task, known)
     if len(set(tasks)) != len(tasks):
         raise ValueError(f"tasks {list(tasks)} name one task twice; raise episodes instead")
     for name, value, least in (
@@ -128,10 +128,15 @@ def check_recording(
     ):
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
-    if "stream" in spec.settings:
-        raise ValueError("stream is set by the seed of the recording; leave it out of the environment's settings")
+    for setting in expert.recording_settings(seed):
+        if setting in spec.settings:
+            raise ValueError(
+                f"{setting} is set by the seed of the recording; leave it out of the environment's settings"
+            )
     if spec.settings.get("obs_type", "image") != "image":
         raise ValueError("demonstrations hold images; leave obs_type at 'image'")
+    if len(spec.settings.get("cameras", (MAIN_IMAGE, WRIST_IMAGE))) < 2:
+        raise ValueError(f"demonstrations hold both cameras' images; leave out cameras={spec.settings['cameras']}")
 
 
 _AttemptsOf = Callable[[str, int], Iterator[Rollout | None]]
@@ -156,6 +161,7 @@ def _record_task(
             continue
         writer.add_episode(_frames_of(rollout), rollout.instruction)
         kept.append(rollout.init_state)
+        instruction = rollout.instruction
         frames += len(rollout)
         if len(kept) % every == 0 or len(kept) == episodes:
             progress = f"{len(kept)}/{episodes} demonstrations of {attempts} attempts"
@@ -167,7 +173,7 @@ def _record_task(
             f"only {len(kept)} of {attempts} attempts of task '{task}' succeeded, {episodes} were asked for; "
             "lower the noise"
         )
-    summaries.append(TaskSummary(task, TASKS[task].instruction, attempts, kept))
+    summaries.append(TaskSummary(task, instruction, attempts, kept))
     return frames
 
 

@@ -6,15 +6,17 @@ label of a disturbed state is the correction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
-from soma_lightning.envs.base import require_known
-from soma_lightning.envs.somatable import reach_target
+from soma_lightning.envs.base import CLOSED, OPEN, ScriptedExpert, TaskSpec, require_known
+from soma_lightning.envs.somatable import TASKS, SomaTable, reach_target
 from soma_lightning.envs.somatable_scene import TableState
 
-OPEN, CLOSED = -1.0, 1.0
+#: Demonstrations with seed s use the init states of stream DEMONSTRATION_STREAM + s, far from evaluation's streams.
+DEMONSTRATION_STREAM = 1_000_000
 
 _GAIN_PER_M = 15.0  # full speed until 67 mm before the target
 
@@ -29,6 +31,30 @@ _PUSH_SPEED = 0.8
 _GRASP_RADIUS_M = 0.02
 _GRASP_HALF_HEIGHT_M = 0.012
 _HELD_OPENING_M = 0.05  # the 44 mm cube stops the closing fingers at 42 mm
+
+
+class SomaTableExpert(ScriptedExpert):
+    """`expert_action` for the running episode of a `SomaTable`."""
+
+    def __init__(self, env: SomaTable) -> None:
+        self._env = env
+
+    @classmethod
+    def tasks(cls, settings: Mapping[str, Any]) -> dict[str, TaskSpec]:
+        return {name: task for name, task in TASKS.items() if name in _EXPERTS}
+
+    @classmethod
+    def recording_settings(cls, seed: int) -> dict[str, Any]:
+        return {"stream": DEMONSTRATION_STREAM + seed}
+
+    def init_state(self, task: str, attempt: int) -> int:
+        return attempt
+
+    def reset(self) -> None:
+        """Nothing to forget: an expert of SomaTable is a function of the scene."""
+
+    def act(self) -> np.ndarray:
+        return expert_action(self._env.task, self._env.table_state())
 
 
 def expert_action(task: str, state: TableState) -> np.ndarray:

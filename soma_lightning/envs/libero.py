@@ -20,6 +20,7 @@ from soma_lightning.envs.base import (
     require_known,
 )
 from soma_lightning.envs.libero_conventions import IMAGE_ROTATION, turn_half
+from soma_lightning.envs.libero_geometry import LiberoScene
 from soma_lightning.envs.libero_simulator import LiberoSimulator
 from soma_lightning.envs.libero_suites import LiberoSuite, select_tasks
 
@@ -78,6 +79,7 @@ class LiberoEnv(ManipulationEnv):
         self.tasks = {
             name: TaskSpec(name, task.instruction, max_steps or task.max_steps) for name, task in chosen.items()
         }
+        self.assets_root = assets_root
         self.suite, self.image_size, self.cameras = suite, image_size, tuple(cameras)
         self.settle_steps, self.end_on_success, self.seed = settle_steps, end_on_success, seed
         self.hard_reset, self.reflections = hard_reset, reflections
@@ -165,6 +167,12 @@ class LiberoEnv(ManipulationEnv):
         self._running_task()
         assert self._simulator is not None
         return self._simulator.state()
+
+    def scene(self) -> LiberoScene:
+        """The whole scene, for scripted experts; valid until the next `reset`."""
+        self._running_task()
+        assert self._simulator is not None
+        return self._simulator.scene()
 
     def close(self) -> None:
         if not self._closed:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from soma_lightning.envs.libero_geometry import LiberoScene
 from soma_lightning.envs.libero_package import import_simulator, quiet
 from soma_lightning.envs.rendering import check_gl, choose_egl_device, import_mujoco
 
@@ -122,6 +123,12 @@ class LiberoSimulator:
     def state(self) -> np.ndarray:
         """Time, positions and velocities of everything, float64 [D]."""
         return np.array(self._control.get_sim_state())
+
+    def scene(self) -> LiberoScene:
+        """What scripted experts read; valid until the next reset."""
+        env = self._control.env
+        goal = tuple(tuple(predicate) for predicate in env.parsed_problem["goal_state"])
+        return LiberoScene(env.sim.model._model, env.sim.data._data, dict(env.obj_body_id), goal)
 
     def close(self) -> None:
         """Frees model and OpenGL context; a second call does nothing."""

@@ -10,12 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from soma_lightning.envs.base import MAIN_IMAGE, WRIST_IMAGE, state_of
-from soma_lightning.envs.experts import expert_action
-from soma_lightning.envs.registry import EnvSpec
-from soma_lightning.envs.somatable import TASKS, SomaTable
+from soma_lightning.envs.registry import EnvSpec, expert_class
 
-#: Demonstrations with seed s use the init states of stream DEMONSTRATION_STREAM + s, far from evaluation's streams.
-DEMONSTRATION_STREAM = 1_000_000
 _NOISE_PURPOSE = 2  # first word of the noise seeds; init states use 1
 
 _NOISE_DECAY, _NOISE_INPUT = 0.8, 0.6
@@ -73,21 +69,22 @@ class Recorder:
     """Makes demonstrations in one environment. A result depends on (seed, task, index) alone."""
 
     def __init__(self, spec: EnvSpec, seed: int, noise: float) -> None:
-        env = spec.replace(stream=DEMONSTRATION_STREAM + seed)()
-        if not isinstance(env, SomaTable):
-            env.close()
-            raise ValueError(f"environment '{spec.name}' has no scripted expert; 'somatable' has")
-        self._env, self._seed, self._noise = env, seed, noise
+        expert = expert_class(spec.name)
+        self._env = spec.replace(**expert.recording_settings(seed))()
+        self._expert = expert(self._env)
+        self._seed, self._noise = seed, noise
 
     def attempt(self, task: str, index: int) -> Rollout | None:
-        """Attempt number `index` of `task`, from the init state of that number; None when the task was not solved."""
+        """Attempt number `index` of `task`; None when it was not solved. Every attempt has noise of its own."""
         env = self._env
-        env.reset(task, index)
-        seed = (_NOISE_PURPOSE, self._seed, list(TASKS).index(task), index)
+        init_state = self._expert.init_state(task, index)
+        env.reset(task, init_state)
+        self._expert.reset()
+        seed = (_NOISE_PURPOSE, self._seed, list(env.tasks).index(task), index)
         disturbance = Disturbance(self._noise, np.random.default_rng(seed))
         observations, actions = [], []
         while True:
-            action = expert_action(task, env.table_state())
+            action = self._expert.act()
             observations.append(env.observe())
             actions.append(action)
             executed = action.copy()
@@ -100,7 +97,7 @@ class Recorder:
         return Rollout(
             task=task,
             instruction=env.instruction,
-            init_state=index,
+            init_state=init_state,
             main_images=np.stack([one[MAIN_IMAGE] for one in observations]),
             wrist_images=np.stack([one[WRIST_IMAGE] for one in observations]),
             states=np.stack([state_of(one) for one in observations]),

@@ -6,15 +6,20 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
-from soma_lightning.envs.base import ManipulationEnv, require_known
+from soma_lightning.envs.base import ManipulationEnv, ScriptedExpert, require_known
 from soma_lightning.envs.vector import LocalEnvs, SpawnedEnvs
 
 #: Name -> "module:class". The class is imported when an environment is built, not before.
 ENVIRONMENTS = {
     "somatable": "soma_lightning.envs.somatable:SomaTable",
     "libero": "soma_lightning.envs.libero:LiberoEnv",
+}
+#: Name of an environment -> "module:class" of its scripted expert.
+EXPERTS = {
+    "somatable": "soma_lightning.envs.experts:SomaTableExpert",
+    "libero": "soma_lightning.envs.libero_expert:LiberoExpert",
 }
 
 
@@ -54,6 +59,14 @@ def environment_class(name: str) -> type[ManipulationEnv]:
     if not (isinstance(cls, type) and issubclass(cls, ManipulationEnv)):
         raise ValueError(f"environment '{name}' is not a subclass of ManipulationEnv")
     return cls
+
+
+def expert_class(name: str) -> type[ScriptedExpert]:
+    """The scripted expert of environment `name`. ValueError naming those with one when it has none."""
+    if name not in EXPERTS:
+        raise ValueError(f"environment '{name}' has no scripted expert; those with one: {', '.join(EXPERTS)}")
+    module_name, _, class_name = EXPERTS[name].partition(":")
+    return cast("type[ScriptedExpert]", getattr(import_module(module_name), class_name))
 
 
 def make(name: str, **settings: Any) -> ManipulationEnv:

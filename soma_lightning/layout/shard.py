@@ -192,7 +192,7 @@ def _divide(
     root: Module, plan: UnitPlan, mesh: WorldMesh, device: torch.device, ignored: set[torch.nn.Parameter]
 ) -> list[UnitFacts]:
     """Unit by unit."""
-    names = dict(root.named_parameters())
+    names = dict(root.named_parameters(remove_duplicate=False))
     done: set[int] = set()
     facts = []
     for unit in plan.units:
@@ -206,7 +206,7 @@ def _divide(
             mp_policy=unit.mp or MixedPrecisionPolicy(),
             ignored_params=ignored,
         )
-    present = dict(root.named_parameters())
+    present = dict(root.named_parameters(remove_duplicate=False))
     for name, param in present.items():
         if param is not names[name]:
             vars(param).update(vars(names[name]))
@@ -295,11 +295,15 @@ def _take_values_of_first_rank(tensors: Iterable[Tensor], device: torch.device, 
             continue
         done.add(id(tensor))
         tensor.data = tensor.data.to(device)
+        stored = tensor.data
+        for dim, stride in enumerate(stored.stride()):
+            if stride == 0 and stored.shape[dim] > 1:  # expanded: one element stands for many
+                stored = stored.narrow(dim, 0, 1)
         # As bytes: every dtype, bit by bit.
-        dense = tensor.data.contiguous()
+        dense = stored.contiguous()
         dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(dense)
+        if dense.data_ptr() != stored.data_ptr():
+            stored.copy_(dense)
 
 
 def entry_points(root: Module, forward_methods: Sequence[str] | None) -> list[str]:

@@ -28,8 +28,14 @@ class WholeGradients:
 
     def __init__(self, params: Sequence[Tensor], reduce_dtypes: Mapping[Tensor, torch.dtype]) -> None:
         self._params, self._reduce_dtypes = params, reduce_dtypes
-        #: Whether the gradients are sums over all ranks already.
-        self._summed = False
+        #: Those whose gradients are sums over all ranks already.
+        self._summed: set[Tensor] = set()
+        #: Until the first backward pass that is told of: one that is not would leave each rank its own gradients.
+        self._guards = [
+            param.register_post_accumulate_grad_hook(_refuse_unseen_pass)  # type: ignore[no-untyped-call]
+            for param in params
+            if param.requires_grad
+        ]
         #: The nodes that write gradients: a hook on one lives as long as the node.
         self._writers: dict[Tensor, Any] = {}
         #: Buckets of the present pass, in the order in which they are sent, and how many of them were.
@@ -43,11 +49,13 @@ class WholeGradients:
         overlaps: whether buckets are sent during the pass, which `reduce` must follow. Nothing else may then use the
         process group until `reduce`: ranks would not agree on an order.
         """
-        if self._summed and not is_first_rank:  # the next sum has them from the first rank
-            for param in self._params:
-                if param.grad is not None:
-                    param.grad.zero_()
-        self._summed = False
+        while self._guards:
+            self._guards.pop().remove()
+        # The next sum has them from the first rank. Frozen ones are not in it: they wait, whole on every rank.
+        for param in [p for p in self._summed if p.requires_grad]:
+            self._summed.discard(param)
+            if param.grad is not None and not is_first_rank:
+                param.grad.zero_()
         self._buckets = self._make_buckets() if overlaps else []
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
         self._sent = 0
@@ -66,7 +74,8 @@ class WholeGradients:
         for bucket in buckets:
             bucket.finish(1 if sums else ranks)
         self._buckets, self._bucket_of, self._sent = [], {}, 0
-        self._summed = sums
+        if sums:
+            self._summed.update(param for param in self._params if param.requires_grad)
 
     def _make_buckets(self) -> list[_Bucket]:
         """The last parameters come first, as in a backward pass."""
@@ -162,10 +171,17 @@ class _Bucket:
         had_one = self._flags.tolist() if self._missing else []  # the host waits here, but seldom
         for index in self._missing:
             if had_one[index]:
-                self.params[index].grad = self._parts[index].to(self.params[index].dtype)
+                self.params[index].grad = self._parts[index].to(_dtype_of_gradients(self.params[index]))
         for part, param in zip(self._parts, self.params, strict=True):
             if param.grad is not None and param.grad.data_ptr() != part.data_ptr():
                 param.grad.copy_(part)
+
+
+def _refuse_unseen_pass(_: Tensor) -> None:
+    raise RuntimeError(
+        "loss.backward() leaves gradients of parameters that are whole on every rank different on each rank; call "
+        "self.manual_backward(loss), or fabric.backward(loss), which averages them"
+    )
 
 
 def _dense_gradient(param: Tensor) -> Tensor:
@@ -173,6 +189,11 @@ def _dense_gradient(param: Tensor) -> Tensor:
     if param.grad.is_sparse:
         raise ValueError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient; use sparse=False")
     return param.grad
+
+
+def _dtype_of_gradients(param: Tensor) -> torch.dtype:
+    """The parameter's own, unless keep_low_precision_grads says otherwise."""
+    return getattr(param, "grad_dtype", None) or param.dtype
 
 
 def _can_hold(param: Tensor, part: Tensor) -> bool:

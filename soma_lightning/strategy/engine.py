@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -20,8 +21,9 @@ from torch.optim import Optimizer
 from soma_lightning.layout.casting import apply_precision, keep_gradient_dtypes
 from soma_lightning.layout.full_state import accept_full_state
 from soma_lightning.layout.mesh import Layout, WorldMesh, resolve_layout
-from soma_lightning.layout.shard import ShardedModule, entry_points, shard_module, sharded_module
-from soma_lightning.layout.wrap import plan_units
+from soma_lightning.layout.precision import read_precision
+from soma_lightning.layout.shard import ShardedModule, entry_points, is_divided, shard_module, sharded_module
+from soma_lightning.layout.wrap import UnitPlan, plan_units
 from soma_lightning.optim.adoption import adopt, refuse_local_decisions, why_not_adopted
 from soma_lightning.optim.clipping import ClipRule
 from soma_lightning.optim.fused_adamw import FusedAdamW
@@ -201,13 +203,17 @@ class Engine:
         self._names.remember(module)
         options = self.options
         if thawed_by is not None:
-            if options.frozen == "replicate":
+            if options.frozen == "replicate" and is_divided(self.mesh):
                 raise ValueError(
                     f"frozen='replicate', but {thawed_by} trains frozen parameters later, and compares whole ones with "
                     "shards; use frozen='auto' or 'shard'"
                 )
             options = replace(options, frozen="shard")
-        plan = plan_units(module, options, precision=precision)
+        if is_divided(self.mesh) or options.plans_units:
+            plan = plan_units(module, options, precision=precision)
+        else:  # as on one process: without units, FSDP2's demands on them (one dtype each) are none
+            read_precision(options, precision)
+            plan = UnitPlan(units=(), replicated=())
         methods = self.options.forward_methods or ()
         shard_module(module, plan, self.mesh, device=device, forward_methods=methods)
         self._names.follow(module)
@@ -385,6 +391,13 @@ class Engine:
             optimizer.count(count / loss_divisor)
 
     def _sum_gradients(self, sums: bool) -> None:
+        held = Counter(param for sharded in self._sharded_modules() for param in sharded.replicated)
+        shared = next((param for param, count in held.items() if count > 1), None)
+        if sums and shared is not None:
+            raise ValueError(
+                f"{self.name_of(shared)!r} belongs to two modules that were set up, and each would sum its gradient "
+                "over the ranks; with soma_normalizer, set up one module that holds both"
+            )
         for sharded in self._sharded_modules():
             sharded.set_sums(sums)
         for optimizer in self._paths:

@@ -59,7 +59,7 @@ def test_an_existing_folder_is_only_replaced_when_asked(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--task", "pich"], "unknown task 'pich'"),
+        (["--task", "pich"], "unknown task with a scripted expert 'pich'"),
         (["--env", "somatabel"], "Did you mean 'somatable'"),
         (["--episodes", "0"], "episodes=0 must be at least 1"),
         (["--image_size", "4"], "image_size=4 is outside 16..1024"),

@@ -122,7 +122,7 @@ def test_disturbance_has_the_stated_size() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tasks": ["pus"]}, r"unknown task 'pus'.*Did you mean 'push'"),
+        ({"tasks": ["pus"]}, r"unknown task with a scripted expert 'pus'.*Did you mean 'push'"),
         ({"tasks": []}, "no task was named"),
         ({"tasks": ["push", "push"]}, "name one task twice"),
         ({"episodes": 0}, "episodes=0 must be at least 1"),
@@ -131,6 +131,7 @@ def test_disturbance_has_the_stated_size() -> None:
         ({"workers": 0}, "workers=0 must be at least 1"),
         ({"spec": SPEC.replace(stream=3)}, "stream is set by the seed of the recording"),
         ({"spec": SPEC.replace(obs_type="state")}, "demonstrations hold images"),
+        ({"spec": EnvSpec("libero", {"image_size": 64})}, "environment 'libero' needs suite=, one of libero_object"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, object], message: str) -> None:
@@ -144,7 +145,9 @@ def test_an_environment_without_expert_is_refused(tmp_path: Path, monkeypatch: p
         "from soma_lightning.envs.somatable import SomaTable\nclass Own(SomaTable):\n    pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="environment 'own_env:Own' has no scripted expert; 'somatable' has"):
+    with pytest.raises(
+        ValueError, match="environment 'own_env:Own' has no scripted expert; those with one: somatable, libero"
+    ):
         record_demonstrations(EnvSpec("own_env:Own"), ["push"], episodes=1, writer=ListWriter())
 
 

@@ -88,6 +88,10 @@ def every_rank() -> dict[str, Any]:
     found["twice"] = twice()
     found["freed"] = freed(rank)
     found["sparse"] = sparse()
+    found["frozen between"] = frozen_between(rank)
+    found["kept low"] = kept_low(rank)
+    found["unseen"] = unseen(rank)
+    found["expanded"] = expanded(rank)
     return found
 
 
@@ -161,6 +165,56 @@ def freed(rank: int) -> bool:
     del model
     gc.collect()
     return reference() is None
+
+
+def frozen_between(rank: int) -> list[dict[str, Tensor | None]]:
+    """Sums; the trunk is frozen in the second of three passes, as by `toggle_optimizer`."""
+    model = Branches()
+    record = sharded(model)
+    record.set_sums(True)
+    found = []
+    for trains in (True, False, True):
+        model.trunk.requires_grad_(trains)
+        backward(record, model(batch(rank), rank))
+        found.append(gradients(model))
+    return found
+
+
+def kept_low(rank: int) -> dict[str, Tensor | None]:
+    """Gradients stay bf16, and some are of the other rank only."""
+    low = {"param_dtype": "bf16", "reduce_dtype": "bf16", "keep_low_precision_grads": True}
+    model = nn.ModuleList(nn.Linear(4, 2) for _ in range(RANKS))
+    module = _Chosen(model)
+    record = sharded(module, mixed_precision=low)
+    backward(record, module(torch.ones(1, 4), rank).float().sum())
+    return gradients(module)
+
+
+class _Chosen(nn.Module):
+    def __init__(self, branches: nn.ModuleList) -> None:
+        super().__init__()
+        self.branches = branches
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](x)
+
+
+def unseen(rank: int) -> bool:
+    """A backward pass past the strategy: each rank would go on with its own gradients."""
+    model = Branches()
+    record = sharded(model)
+    with pytest.raises(RuntimeError, match=r"call self\.manual_backward\(loss\)"):
+        model(batch(rank), rank).backward()
+    model.zero_grad()
+    backward(record, model(batch(rank), rank))
+    return model.trunk.weight.grad is not None
+
+
+def expanded(rank: int) -> Tensor:
+    model = Branches()
+    model.register_buffer("mask", torch.full((1, 2), float(rank + 1)).expand(3, 2))
+    sharded(model)
+    return model.mask
 
 
 def sparse() -> str:
@@ -241,6 +295,34 @@ def test_a_second_gradient_in_one_pass_is_refused(ranks: list[dict[str, Any]]) -
 
 def test_a_module_that_is_dropped_is_freed(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["freed"] for rank in ranks)
+
+
+def test_a_sum_outlives_a_pass_in_which_its_parameter_is_frozen(ranks: list[dict[str, Any]]) -> None:
+    once = alone(lambda rank: [batch(rank)])
+    for rank in ranks:
+        for got, trunk, others in zip(rank["frozen between"], (1, 1, 2), (1, 2, 3), strict=True):
+            for name, value in once.items():
+                times = trunk if name.startswith("trunk") else others
+                assert (got[name] is None) == (value is None)
+                if value is not None:
+                    torch.testing.assert_close(got[name], value * times)
+
+
+def test_gradients_that_stay_low_come_to_ranks_that_had_none(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name, gradient in rank["kept low"].items():
+            assert gradient is not None, name
+            assert gradient.dtype == torch.bfloat16
+            assert torch.equal(gradient, torch.full_like(gradient, 1 / RANKS))
+
+
+def test_a_backward_pass_past_the_strategy_is_refused(ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["unseen"] for rank in ranks)
+
+
+def test_expanded_buffers_take_the_values_of_the_first_rank(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert torch.equal(rank["expanded"], torch.ones(3, 2))
 
 
 def test_sums_are_in_fp32_unless_told(ranks: list[dict[str, Any]]) -> None:

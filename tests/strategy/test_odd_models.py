@@ -50,6 +50,9 @@ def my_part(fabric: Any, step: int) -> Tensor:
 def every_rank() -> dict[str, Any]:
     return {
         "dtypes": whole_dtypes(),
+        "several dtypes": several_dtypes(),
+        "shared": shared(),
+        "tied norms": {layout: tied_norms(layout) for layout in ("fsdp", "replicate")},
         "modules": several_modules(),
         "sums": sums_of_two_passes(),
         "dropped": {layout: dropped(layout) for layout in ("fsdp", "replicate")},
@@ -67,6 +70,57 @@ def whole_dtypes() -> dict[str, Tensor | None]:
     wrapped, _ = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     fabric.backward(wrapped(my_part(fabric, 0)).mean())
     return gradients(model)
+
+
+class Several(nn.Module):
+    """One module that owns parameters of several dtypes, which FSDP2 could not keep in one unit."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+        self.fine = nn.Parameter(torch.randn(6, dtype=torch.float64))
+        self.low = nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.phase * x).abs() + self.fine * x).mean(1) + self.low.float().sum()
+
+
+def several_dtypes() -> dict[str, Tensor | None]:
+    fabric = make_fabric(layout="replicate")
+    model = Several(fabric.global_rank)
+    wrapped = fabric.setup_module(model)
+    fabric.backward(wrapped(my_part(fabric, 0)).mean())
+    return gradients(model)
+
+
+def shared() -> str:
+    """Actor and critic with one encoder, set up one by one: averages are averages twice, sums would not be."""
+    fabric = make_fabric(layout="replicate")
+    encoder = nn.Linear(6, 4)
+    models = [nn.Sequential(encoder, nn.Linear(4, 1)) for _ in range(2)]
+    wrapped: Any = [fabric.setup_module(model) for model in models]
+    fabric.setup_optimizers(torch.optim.AdamW({p for model in models for p in model.parameters()}))
+    x = my_part(fabric, 0)
+    models[0].soma_normalizer = float(len(x))  # type: ignore[assignment]
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is compared)
+        fabric.backward(sum(model(x).sum() for model in wrapped))
+    return str(error.value)
+
+
+def tied_norms(layout: str) -> dict[str, Tensor]:
+    """Two norms of one weight, in fp32 among bf16."""
+    fabric = make_fabric(precision="bf16-mixed", layout=layout)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+    model[3].weight = model[1].weight
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    for step in range(3):
+        optimizer.zero_grad()
+        fabric.backward((wrapped(my_part(fabric, step)) - 1).square().mean())
+        optimizer.step()
+    assert model[3].weight is model[1].weight
+    return whole(model)
 
 
 def several_modules() -> list[dict[str, Tensor]]:
@@ -283,3 +337,22 @@ def test_stock_clipping_takes_whole_and_divided_parameters_together(found: Any) 
 def test_module_and_metrics_know_their_device(found: Any) -> None:
     for rank in found:
         assert rank["device"] == (torch.device("cpu"), [torch.device("cpu")])
+
+
+def test_replicas_may_own_any_dtypes(found: Any) -> None:
+    model = Several()
+    model(inputs(0)).mean().backward()
+    for rank in found:
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(rank["several dtypes"][name], gradient, msg=name)
+
+
+def test_sums_of_a_parameter_in_two_modules_are_refused(found: Any) -> None:
+    for rank in found:
+        assert rank["shared"].startswith("'0.weight' belongs to two modules that were set up")
+
+
+def test_norms_that_share_a_weight_stay_fp32_under_a_mixed_flag(found: Any) -> None:
+    for rank in found:
+        for name, value in rank["tied norms"]["replicate"].items():
+            assert torch.equal(rank["tied norms"]["fsdp"][name], value), name

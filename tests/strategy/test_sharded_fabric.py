@@ -40,11 +40,12 @@ def inputs(step: int) -> Tensor:
     return torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step))
 
 
-def make_fabric(**options: Any) -> L.Fabric:
+def make_fabric(*, precision: Any = None, **options: Any) -> L.Fabric:
     from soma_lightning import FabricSomaSpeedStrategy
 
     strategy = FabricSomaSpeedStrategy(report=False, **options)
-    fabric = L.Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    devices = int(os.environ["WORLD_SIZE"])
+    fabric = L.Fabric(accelerator="cpu", devices=devices, strategy=strategy, precision=precision)
     fabric.launch()
     return fabric
 
