@@ -287,7 +287,7 @@ def test_configurations_are_accepted(document: Path, reader: Path):
 
 #: Options that make a documented command small; the last value of an option counts.
 SMALL = {
-    "demos": ["--episodes", "2", "--workers", "1", "--overwrite", "true"],
+    "demos": ["--episodes", "2", "--workers", "1", "--image_size", "64", "--overwrite", "true"],
     "fit": ["--trainer.max_steps", "2", "--data.batch_size", "8", "--trainer.limit_val_batches", "1"],
     "eval": ["--episodes", "2", "--num_envs", "2", "--recorded", "1"],
     "compare": [],

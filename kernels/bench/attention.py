@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.attention_cases import AttentionCase, Floor, Layout, draw, mask_of, readable_keys
-from bench.attention_peers import ATTENTION_PEERS, OURS_ATTENTION, AttentionPeer, Call
+from bench.attention_peers import OURS_ATTENTION, AttentionPeer, Call
 from bench.gate import WrongResultError
 from bench.optim import timing_dict
 from bench.report import significant
@@ -37,10 +37,11 @@ WRONG = 10.0
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What is measured."""
+    """What is measured. peers: ours among them."""
 
     cases: Sequence[AttentionCase]
     layouts: Sequence[Layout]
+    peers: Sequence[AttentionPeer]
     device: torch.device
     budget: Budget
 
@@ -179,7 +180,7 @@ def _row(
     floors: tuple[Floor, Floor] = (case.forward_floor(readable), case.backward_floor(readable))
     truth = _truth(case, draw(case, layout, settings.device), mask)
     results = []
-    for peer in ATTENTION_PEERS:
+    for peer in settings.peers:
         say(f"timing {case.name}, {layout}: {peer.name}")
         absent = peer.why_absent(case, settings.device)
         results.append(

@@ -143,7 +143,24 @@ def _cases() -> list[AttentionCase]:
     ]
 
 
+def _sweep() -> list[AttentionCase]:
+    """One size of a model's call at a time, from small to large; head sizes between the models' own."""
+    a, b, c = (ATTENTION_CASES[name] for name in ("A", "B", "C"))
+    heads = replace(b, about="a few heads of other sizes", Bc=16, Hq=16, Hkv=16, Lq=64, Lc=512, trains=("q",))
+    return [
+        *(replace(a, name=f"A_B{n}", about=f"pi0.5, {n} observations", Bc=n) for n in (1, 8, 128)),
+        *(replace(a, name=f"A_L{n}", about=f"pi0.5, horizon {n}", Lq=n, Lk=n) for n in (1, 16, 200)),
+        *(replace(a, name=f"A_C{n}", about=f"pi0.5, prefix of {n}", Lc=n) for n in (128, 2048)),
+        *(replace(b, name=f"B_B{n}", about=f"GR00T N1.7 cross, {n} observations", Bc=n) for n in (1, 8)),
+        replace(b, name="B_C1024", about="GR00T N1.7 cross, context of 1024", Bc=16, Lc=1024),
+        *(replace(c, name=f"C_T{n}", about=f"MolmoAct2 cross, {n} times", T=n) for n in (1, 3)),
+        *(replace(heads, name=f"D{n}", D=n) for n in (16, 32, 72, 80, 128, 160, 256)),
+    ]
+
+
 ATTENTION_CASES = {case.name: case for case in _cases()}
+#: How the gain moves with one size at a time.
+ATTENTION_SWEEP = {case.name: case for case in _sweep()}
 #: For machines without a GPU: every code path, no meaning in the times.
 TINY_ATTENTION_CASES = {
     case.name: case

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from bench import attention, attention_page, optim, optim_page
-from bench.attention_cases import ATTENTION_CASES, LAYOUTS, TINY_ATTENTION_CASES, Layout
+from bench.attention_cases import ATTENTION_CASES, ATTENTION_SWEEP, LAYOUTS, TINY_ATTENTION_CASES, Layout
+from bench.attention_peers import ATTENTION_PEERS, OURS_ATTENTION, AttentionPeer
 from bench.gate import BuildOurs, WrongResultError
 from bench.peers import Implementation
 from bench.registry import CASES, SETS, TINY_SETS, select
@@ -88,8 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     optimizer.add_argument("--implementation", choices=("triton", "reference"), help="default: triton on a GPU")
     attend = commands.add_parser("attention", help="attention over a shared context")
     attend.add_argument("--out", type=Path, required=True, help="folder for attention.json and attention.md")
-    cases = ", ".join({**ATTENTION_CASES, **TINY_ATTENTION_CASES})
-    attend.add_argument("--cases", default="all", help=f"all, or a list of: {cases}")
+    cases = ", ".join({**ATTENTION_CASES, **ATTENTION_SWEEP, **TINY_ATTENTION_CASES})
+    attend.add_argument("--cases", default="all", help=f"all, sweep, or a list of: {cases}")
+    peers = ", ".join(peer.name for peer in ATTENTION_PEERS)
+    attend.add_argument("--peers", default="all", help=f"all, or a list of: {peers}; ours is always there")
     attend.add_argument("--layouts", default="all", help=f"all, or a list of: {', '.join(LAYOUTS)}")
     attend.add_argument("--quick", action="store_true", help="fewer repeats")
     for command, name in ((optimizer, "optimizer"), (attend, "attention")):
@@ -101,8 +104,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _attention_settings(chosen: argparse.Namespace) -> attention.AttentionSettings:
     device = available_device(chosen.device)
-    cases = select("case", chosen.cases, {**ATTENTION_CASES, **TINY_ATTENTION_CASES}, ATTENTION_CASES)
-    large = [case.name for case in cases if case.name in ATTENTION_CASES]
+    known = {**ATTENTION_CASES, **ATTENTION_SWEEP, **TINY_ATTENTION_CASES}
+    sweeps = chosen.cases == "sweep"
+    cases = select("case", "all" if sweeps else chosen.cases, known, ATTENTION_SWEEP if sweeps else ATTENTION_CASES)
+    large = [case.name for case in cases if case.name not in TINY_ATTENTION_CASES]
     if device.type == "cpu" and large:
         tiny = ",".join(TINY_ATTENTION_CASES)
         raise ValueError(f"{', '.join(large)} on a CPU would say nothing; use --cases {tiny}")
@@ -110,9 +115,16 @@ def _attention_settings(chosen: argparse.Namespace) -> attention.AttentionSettin
     return attention.AttentionSettings(
         cases=cases,
         layouts=select("layout", chosen.layouts, layouts, layouts),
+        peers=_peers(chosen.peers),
         device=device,
         budget=QUICK if chosen.quick else Budget(),
     )
+
+
+def _peers(names: str) -> list[AttentionPeer]:
+    peers = {peer.name: peer for peer in ATTENTION_PEERS}
+    chosen = select("peer", names, peers, peers)
+    return [OURS_ATTENTION, *(peer for peer in chosen if peer != OURS_ATTENTION)]
 
 
 def _settings(chosen: argparse.Namespace) -> optim.Settings:

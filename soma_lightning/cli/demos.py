@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import Namespace
 
 from soma_lightning.cli.parser import CommandParser
 from soma_lightning.data.lerobot_format import RECORDING_FILE
 from soma_lightning.data.lerobot_writer import LeRobotWriter
+from soma_lightning.envs.attempts import AttemptStore
 from soma_lightning.envs.demos import (
     FPS,
     RecordingSummary,
     check_recording,
     demonstration_features,
     record_demonstrations,
+    recording_identity,
 )
-from soma_lightning.envs.registry import EnvSpec
+from soma_lightning.envs.registry import EXPERTS, EnvSpec
 from soma_lightning.envs.somatable import TASKS
 
 
 def build_parser() -> CommandParser:
     """The options of `soma demos`."""
     parser = CommandParser("demos", __doc__)
-    parser.add_argument("--env", default="somatable", help="environment; somatable has experts")
-    parser.add_tasks(f"one of {', '.join(TASKS)}", required=True)
+    parser.add_argument("--env", default="somatable", help=f"environment: {' or '.join(EXPERTS)}")
+    parser.add_argument(
+        "--env_options",
+        type=dict[str, Any],
+        default={},
+        help='further arguments of the environment, e.g. {"suite": "libero_goal"}',
+    )
+    parser.add_tasks(f"task with an expert; for somatable: {', '.join(TASKS)}", required=True)
     parser.add_argument("--episodes", type=int, required=True, help="successful demonstrations to record per task")
     parser.add_argument("--out", type=str, required=True, help="folder of the data set to be")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other init states and other noise")
+    parser.add_argument(
+        "--states", type=int, help="use the init states 0 to N-1 only, in turn, and keep the others for evaluation"
+    )
     parser.add_argument("--noise", type=float, default=0.25, help="disturbance of the executed actions, action units")
     parser.add_argument("--workers", type=int, default=available_cpus(), help="simulator processes")
     parser.add_argument("--image_size", type=int, default=64, help="side of both images, pixels")
@@ -43,17 +56,27 @@ def available_cpus() -> int:
     return min(8, len(allowed))
 
 
+def open_store(out: Path, identity: dict[str, Any], *, overwrite: bool) -> AttemptStore:
+    """Attempts of an earlier run that was stopped, or none. ValueError for those of other settings."""
+    target = out.resolve()
+    folder = target.with_name(f".{target.name}.attempts")
+    try:
+        return AttemptStore(folder, identity)
+    except ValueError:
+        if not overwrite:
+            raise
+    shutil.rmtree(folder)
+    return AttemptStore(folder, identity)
+
+
 def record(options: Namespace) -> RecordingSummary:
     """Records what `options` asks for. Raises ValueError, FileExistsError, RenderingUnavailableError, WorkerError."""
-    spec = EnvSpec(options.env, {"image_size": options.image_size})
-    check_recording(
-        spec,
-        options.task,
-        episodes=options.episodes,
-        seed=options.seed,
-        noise=options.noise,
-        workers=options.workers,
-    )
+    if "image_size" in options.env_options:
+        raise ValueError("--env_options.image_size: both images have one size, --image_size")
+    spec = EnvSpec(options.env, {**options.env_options, "image_size": options.image_size})
+    conditions = {"seed": options.seed, "noise": options.noise, "states": options.states}
+    check_recording(spec, options.task, episodes=options.episodes, workers=options.workers, **conditions)
+    store = open_store(Path(options.out), recording_identity(spec, **conditions), overwrite=options.overwrite)
     with LeRobotWriter(
         options.out,
         fps=FPS,
@@ -66,11 +89,12 @@ def record(options: Namespace) -> RecordingSummary:
             options.task,
             episodes=options.episodes,
             writer=writer,
-            seed=options.seed,
-            noise=options.noise,
             workers=options.workers,
+            store=store,
+            **conditions,
         )
         writer.write_side_file(Path(RECORDING_FILE).name, summary.to_dict())
+    store.remove()
     return summary
 
 

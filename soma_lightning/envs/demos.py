@@ -6,15 +6,17 @@ The result depends on settings and seed alone, not on the number of worker proce
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import numpy as np
 
 from soma_lightning.contract import ACTION, CAMERA_OF_OBSERVATION, STATE
+from soma_lightning.envs.attempts import AttemptStore
 from soma_lightning.envs.base import ACTION_DIM, MAIN_IMAGE, WRIST_IMAGE, require_known
 from soma_lightning.envs.recorder import Recorder, Rollout
 from soma_lightning.envs.registry import EnvSpec, expert_class
@@ -58,6 +60,7 @@ class RecordingSummary:
     seed: int
     init_state_stream: int | None  # None: the environment has one set of init states, which recordings share
     noise: float
+    states: int | None
     tasks: list[TaskSummary] = field(default_factory=list)
     num_frames: int = 0
 
@@ -86,30 +89,47 @@ def record_demonstrations(
     writer: EpisodeWriter,
     seed: int = 0,
     noise: float = 0.25,
+    states: int | None = None,
     workers: int = 1,
     timeout_s: float = 120.0,
+    store: AttemptStore | None = None,
     report: Callable[[str], None] = print,
 ) -> RecordingSummary:
     """Records `episodes` successful demonstrations of every task and hands them to `writer`, task by task.
 
-    noise: standard deviation of the disturbance, action units; the stored actions are the expert's clean ones.
-    workers: 1 records in this process, more in that many spawned ones; the result is the same. timeout_s: the longest
-    one attempt may take in a worker. report: receives lines of progress.
+    noise: standard deviation of the disturbance, action units; the stored actions are the expert's clean ones. states:
+    attempts take the init states 0 .. states - 1 in turn; None: all that the environment has. workers: 1 records in
+    this process, more in that many spawned ones; the result is the same. timeout_s: the longest one attempt may take in
+    a worker. store: where finished attempts are kept, and those of an earlier run found. report: receives lines of
+    progress.
 
     Raises ValueError for unknown names and values out of range, RuntimeError when a task succeeds so rarely that
     `episodes` are not reached within five times as many attempts, WorkerError when a worker fails.
     """
-    check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, workers=workers)
+    check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, states=states, workers=workers)
     stream = expert_class(spec.name).recording_settings(seed).get("stream")
-    summary = RecordingSummary(spec.name, dict(spec.settings), seed, stream, noise)
-    with _attempts(partial(Recorder, spec, seed, noise), workers, timeout_s) as attempts_of:
+    summary = RecordingSummary(spec.name, dict(spec.settings), seed, stream, noise, states)
+    with _attempts(partial(Recorder, spec, seed, noise, states), workers, timeout_s) as made:
+        attempts_of = made if store is None else partial(_kept_attempts, store, made)
         for task in tasks:
             summary.num_frames += _record_task(task, episodes, attempts_of, writer, summary.tasks, report)
     return summary
 
 
+def recording_identity(spec: EnvSpec, *, seed: int, noise: float, states: int | None) -> dict[str, Any]:
+    """What an attempt depends on besides task and number, for an `AttemptStore`."""
+    return {
+        "environment": spec.name,
+        "settings": dict(spec.settings),
+        "seed": seed,
+        "noise": noise,
+        "states": states,
+        "versions": {name: version(name) for name in ("soma-lightning", "mujoco")},
+    }
+
+
 def check_recording(
-    spec: EnvSpec, tasks: Sequence[str], *, episodes: int, seed: int, noise: float, workers: int
+    spec: EnvSpec, tasks: Sequence[str], *, episodes: int, seed: int, noise: float, states: int | None, workers: int
 ) -> None:
     """Raises ValueError for settings that `record_demonstrations` cannot work with, before anything is started."""
     expert = expert_class(spec.name)
@@ -124,9 +144,10 @@ def check_recording(
         ("episodes", episodes, 1),
         ("seed", seed, 0),
         ("noise", noise, 0),
+        ("states", states, 1),
         ("workers", workers, 1),
     ):
-        if value < least:
+        if value is not None and value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
     for setting in expert.recording_settings(seed):
         if setting in spec.settings:
@@ -139,7 +160,8 @@ def check_recording(
         raise ValueError(f"demonstrations hold both cameras' images; leave out cameras={spec.settings['cameras']}")
 
 
-_AttemptsOf = Callable[[str, int], Iterator[Rollout | None]]
+#: (task, numbers) -> the results of these attempts, in their order.
+_AttemptsOf = Callable[[str, Iterable[int]], Iterator[Rollout | None]]
 
 
 def _record_task(
@@ -155,7 +177,7 @@ def _record_task(
     every = max(1, episodes // _REPORTS_PER_TASK)
     begin, frames, attempts = time.monotonic(), 0, 0
     kept: list[int] = []
-    for rollout in attempts_of(task, limit):
+    for rollout in attempts_of(task, range(limit)):
         attempts += 1
         if rollout is None:
             continue
@@ -186,13 +208,28 @@ def _frames_of(rollout: Rollout) -> dict[str, np.ndarray]:
     }
 
 
+def _kept_attempts(
+    store: AttemptStore, made: _AttemptsOf, task: str, numbers: Iterable[int]
+) -> Iterator[Rollout | None]:
+    """Takes from `store` what is there, and keeps there what is made."""
+    numbers, known = list(numbers), store.known(task)
+    missing = made(task, (number for number in numbers if number not in known))
+    for number in numbers:
+        if number in known:
+            yield store.load(task, number)
+            continue
+        rollout = next(missing)
+        store.save(task, number, rollout)
+        yield rollout
+
+
 @contextmanager
 def _attempts(build: Callable[[], Recorder], workers: int, timeout_s: float) -> Iterator[_AttemptsOf]:
-    """Gives a function (task, limit) -> the results of attempts 0..limit-1, in order."""
+    """Makes attempts in this process or in workers."""
     if workers == 1:
         recorder = build()
         try:
-            yield lambda task, limit: (recorder.attempt(task, index) for index in range(limit))
+            yield lambda task, numbers: (recorder.attempt(task, number) for number in numbers)
         finally:
             recorder.close()
         return
@@ -200,7 +237,7 @@ def _attempts(build: Callable[[], Recorder], workers: int, timeout_s: float) -> 
     try:
         for worker in pool:
             worker.start()
-        yield lambda task, limit: ordered_results(pool, "attempt", ((task, index) for index in range(limit)), timeout_s)
+        yield lambda task, numbers: ordered_results(pool, "attempt", ((task, n) for n in numbers), timeout_s)
     except WorkerFailure as failure:
         raise WorkerError(f"recording stopped: {failure}", slots=[], episodes={}, results={}) from failure
     finally:

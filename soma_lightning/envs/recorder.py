@@ -66,18 +66,23 @@ class Disturbance:
 
 
 class Recorder:
-    """Makes demonstrations in one environment. A result depends on (seed, task, index) alone."""
+    """Makes demonstrations in one environment. A result depends on (seed, noise, states, task, index) alone.
 
-    def __init__(self, spec: EnvSpec, seed: int, noise: float) -> None:
+    states: attempts take the init states 0 .. states - 1 in turn; None: all that there are.
+    """
+
+    def __init__(self, spec: EnvSpec, seed: int, noise: float, states: int | None = None) -> None:
         expert = expert_class(spec.name)
         self._env = spec.replace(**expert.recording_settings(seed))()
         self._expert = expert(self._env)
-        self._seed, self._noise = seed, noise
+        self._seed, self._noise, self._states = seed, noise, states
 
     def attempt(self, task: str, index: int) -> Rollout | None:
         """Attempt number `index` of `task`; None when it was not solved. Every attempt has noise of its own."""
-        env = self._env
-        init_state = self._expert.init_state(task, index)
+        env, states = self._env, self._states
+        if states is not None and self._expert.init_state(task, states - 1) != states - 1:
+            raise ValueError(f"states={states}, but task '{task}' has fewer init states; lower it or leave it out")
+        init_state = self._expert.init_state(task, index if states is None else index % states)
         env.reset(task, init_state)
         self._expert.reset()
         seed = (_NOISE_PURPOSE, self._seed, list(env.tasks).index(task), index)

@@ -10,6 +10,7 @@ import pytest
 
 from soma_lightning.cli.demos import build_parser, main
 from soma_lightning.data.lerobot import LeRobotDataset
+from soma_lightning.envs.recorder import Recorder
 
 
 def arguments(out: Path, *more: str) -> list[str]:
@@ -56,9 +57,38 @@ def test_an_existing_folder_is_only_replaced_when_asked(tmp_path: Path, capsys: 
     assert (out / "meta" / "soma_demos.json").read_text() != before
 
 
+def test_a_recording_that_was_stopped_goes_on_or_is_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, numbers = Recorder.attempt, []
+
+    def stops_once(self: Recorder, task: str, index: int) -> object:
+        if len(numbers) == 3:
+            numbers.append(-1)
+            raise KeyboardInterrupt
+        numbers.append(index)
+        return original(self, task, index)
+
+    monkeypatch.setattr(Recorder, "attempt", stops_once)
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments(tmp_path / "demos"))
+    assert [path.name for path in tmp_path.iterdir()] == [".demos.attempts"]
+    assert main(arguments(tmp_path / "demos", "--seed", "1")) == 2
+    assert "with seed=0 and not 1; repeat its settings to continue it, or pass --overwrite" in capsys.readouterr().err
+    assert main(arguments(tmp_path / "demos")) == 0
+    assert numbers == [0, 1, 0, -1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["demos"]
+    assert main(arguments(tmp_path / "whole")) == 0
+    for path in sorted((tmp_path / "whole" / "data").rglob("*.parquet")):
+        assert path.read_bytes() == (tmp_path / "demos" / path.relative_to(tmp_path / "whole")).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--env_options", '{"image_size": 64}'], "--env_options.image_size: both images have one size, --image_size"),
+        (["--env_options", '{"stream": 1}'], "stream is set by the seed of the recording"),
+        (["--states", "0"], "states=0 must be at least 1"),
         (["--task", "pich"], "unknown task with a scripted expert 'pich'"),
         (["--env", "somatabel"], "Did you mean 'somatable'"),
         (["--episodes", "0"], "episodes=0 must be at least 1"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from soma_lightning.envs.demos import demonstration_features, record_demonstrations
+from soma_lightning.envs.attempts import AttemptStore
+from soma_lightning.envs.demos import demonstration_features, record_demonstrations, recording_identity
 from soma_lightning.envs.recorder import Disturbance, Recorder
 from soma_lightning.envs.registry import EnvSpec
 from soma_lightning.envs.worker import WorkerError
@@ -77,6 +79,62 @@ def test_episodes_match_the_announced_features(alone: tuple[ListWriter, dict[str
     assert any(line.startswith("push: 3/3 demonstrations of") for line in lines)
 
 
+def test_a_recording_that_was_stopped_goes_on(
+    alone: tuple[ListWriter, dict[str, object], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, made = Recorder.attempt, []
+
+    def stops_at_the_fourth(self: Recorder, task: str, index: int) -> object:
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        made.append((task, index))
+        return original(self, task, index)
+
+    def store() -> AttemptStore:
+        return AttemptStore(tmp_path / "attempts", recording_identity(SPEC, seed=0, noise=0.25, states=None))
+
+    def run() -> tuple[ListWriter, dict[str, object]]:
+        writer = ListWriter()
+        tasks = ["reach_green", "push"]
+        summary = record_demonstrations(SPEC, tasks, episodes=3, writer=writer, store=store(), report=lambda line: None)
+        return writer, summary.to_dict()
+
+    monkeypatch.setattr(Recorder, "attempt", stops_at_the_fourth)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    before = len(made)
+    monkeypatch.setattr(Recorder, "attempt", lambda *call: made.append(call[1:]) or original(*call))
+    writer, summary = run()
+    assert summary == alone[1]
+    assert len(set(made)) == len(made) > before, "no attempt is made twice"
+    for (one, _), (other, _) in zip(alone[0].episodes, writer.episodes, strict=True):
+        for key, values in one.items():
+            assert values.dtype == other[key].dtype
+            np.testing.assert_array_equal(values, other[key])
+    store().remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"noise": 0.0}, {"states": 3}])
+def test_attempts_of_other_settings_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    settings: dict[str, Any] = {"seed": 0, "noise": 0.25, "states": None}
+    AttemptStore(tmp_path / "attempts", recording_identity(SPEC, **settings)).save("push", 0, None)
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=rf"with {name}={settings[name]} and not {value}; repeat its settings"):
+        AttemptStore(tmp_path / "attempts", recording_identity(SPEC, **{**settings, **change}))
+
+
+def test_states_are_taken_in_turn() -> None:
+    writer = ListWriter()
+    summary = record_demonstrations(
+        SPEC, ["reach_green"], episodes=5, writer=writer, states=2, report=lambda line: None
+    )
+    assert summary.tasks[0].init_states == [0, 1, 0, 1, 0]
+    first, again = (writer.episodes[index][0]["observation.state"] for index in (0, 2))
+    np.testing.assert_array_equal(first[0], again[0])
+    assert not np.array_equal(first[5], again[5]), "every attempt has noise of its own"
+
+
 def test_another_seed_gives_other_scenes(alone: tuple[ListWriter, dict[str, object], list[str]]) -> None:
     other, summary, _ = record(workers=1, seed=1)
     assert summary["init_state_stream"] == 1_000_001
@@ -128,6 +186,7 @@ def test_disturbance_has_the_stated_size() -> None:
         ({"episodes": 0}, "episodes=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"noise": -0.1}, "noise=-0.1 must be at least 0"),
+        ({"states": 0}, "states=0 must be at least 1"),
         ({"workers": 0}, "workers=0 must be at least 1"),
         ({"spec": SPEC.replace(stream=3)}, "stream is set by the seed of the recording"),
         ({"spec": SPEC.replace(obs_type="state")}, "demonstrations hold images"),

@@ -13,7 +13,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from bench import attention, attention_peers, check_attention_tiles, pi05_expert, run  # noqa: E402
-from bench.attention_cases import ATTENTION_CASES, LAYOUTS, TINY_ATTENTION_CASES, draw, mask_of  # noqa: E402
+from bench.attention_cases import (  # noqa: E402
+    ATTENTION_CASES,
+    ATTENTION_SWEEP,
+    LAYOUTS,
+    TINY_ATTENTION_CASES,
+    draw,
+    mask_of,
+)
 from bench.attention_cases import readable_keys as count_keys  # noqa: E402
 from bench.attention_peers import ATTENTION_PEERS, AttentionPeer  # noqa: E402
 from bench.check_attention_tiles import Check, checks, variants  # noqa: E402
@@ -126,10 +133,32 @@ def test_a_wrong_result_gets_no_times(
     assert not list(tmp_path.iterdir())
 
 
+def test_only_the_named_peers_are_measured(tmp_path: Path) -> None:
+    arguments = ["attention", "--cases", "tiny_own", "--layouts", "NHLD", "--quick", "--device", "cpu"]
+    assert run.main([*arguments, "--peers", "sdpa math repeat", "--out", str(tmp_path), "--commit", "abc"]) == 0
+    (row,) = json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert [peer["name"] for peer in row["peers"]] == ["ours", "sdpa math repeat"]
+    assert "| case | layout | ours | sdpa math repeat |" in (tmp_path / "attention.md").read_text()
+
+
+def test_the_sweep_moves_one_size_at_a_time() -> None:
+    assert not set(ATTENTION_SWEEP) & set(ATTENTION_CASES)
+    assert len(ATTENTION_SWEEP) == 20
+    sizes = ("Bc", "T", "Lq", "Lc", "D")
+    for name, case in ATTENTION_SWEEP.items():
+        base = ATTENTION_CASES.get(name[0], ATTENTION_SWEEP["D16"])
+        changed = [size for size in sizes if getattr(case, size) != getattr(base, size)]
+        assert changed in (["Bc"], ["T"], ["Lq"], ["Lc"], ["D"], ["Bc", "Lc"], []), name
+        assert case.masked == base.masked
+
+
 def test_large_cases_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(["attention", "--cases", "A", "--device", "cpu", "--out", "nowhere"])
     assert "A on a CPU would say nothing; use --cases tiny_two,tiny_own,tiny_context" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run.main(["attention", "--cases", "sweep", "--device", "cpu", "--out", "nowhere"])
+    assert "A_B1, A_B8, A_B128, A_L1, " in capsys.readouterr().err
 
 
 # -- the check of the tiles -------------------------------------------------------------------------------------------
