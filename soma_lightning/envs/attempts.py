@@ -23,7 +23,6 @@ from soma_lightning.envs.recorder import Rollout
 _IDENTITY = "recording.json"
 _FAILED = ".failed"
 _ZLIB_LEVEL = 1  # four times the speed of the default for a few percent more bytes
-_ARRAYS = ("main_images", "wrist_images", "states", "actions")
 
 
 class AttemptStore:
@@ -58,24 +57,24 @@ class AttemptStore:
             return None
         with np.load(path, allow_pickle=False) as stored:
             values = {field.name: stored[field.name] for field in fields(Rollout)}
-        return Rollout(**{name: value if name in _ARRAYS else value.item() for name, value in values.items()})
+        return Rollout(**{name: value if value.ndim else value.item() for name, value in values.items()})
 
     def save(self, task: str, index: int, rollout: Rollout | None) -> None:
         """Keeps an attempt, whole or not at all."""
         path = self._path(task, index)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (self._folder / _IDENTITY).is_file():
-            (self._folder / _IDENTITY).write_text(json.dumps(self._identity, indent=2), encoding="utf-8")
+            _put(self._folder / _IDENTITY, json.dumps(self._identity, indent=2).encode())
         if rollout is None:
             path.with_suffix(_FAILED).touch()
             return
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, compresslevel=_ZLIB_LEVEL) as archive:
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=_ZLIB_LEVEL) as archive:
             for field in fields(Rollout):
                 content = io.BytesIO()
                 np.lib.format.write_array(content, np.asarray(getattr(rollout, field.name)), allow_pickle=False)
                 archive.writestr(f"{field.name}.npy", content.getvalue())
-        unfinished.replace(path)
+        _put(path, packed.getvalue())
 
     def remove(self) -> None:
         """Drops all attempts."""
@@ -83,3 +82,9 @@ class AttemptStore:
 
     def _path(self, task: str, index: int) -> Path:
         return self._folder / task / f"{index:06d}.npz"
+
+
+def _put(path: Path, content: bytes) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)

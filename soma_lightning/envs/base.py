@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
@@ -53,6 +53,9 @@ class StepOutcome:
     @property
     def done(self) -> bool:
         return self.terminated or self.truncated
+
+
+TaskT = TypeVar("TaskT", bound=TaskSpec)
 
 
 class ManipulationEnv(ABC):
@@ -98,6 +101,26 @@ class ManipulationEnv(ABC):
     def sibling(self) -> ManipulationEnv | None:
         """Another environment of the same settings that shares what both only read; None when nothing can be shared."""
         return None
+
+
+class TaskEnv(ManipulationEnv, Generic[TaskT]):
+    """An environment that keeps the running episode's task in `_task`; None before the first `reset`."""
+
+    _task: TaskT | None = None
+
+    @property
+    def instruction(self) -> str:
+        return self._running_task().instruction
+
+    @property
+    def task(self) -> str:
+        """The running task's name."""
+        return self._running_task().name
+
+    def _running_task(self) -> TaskT:
+        if self._task is None:
+            raise RuntimeError("no episode is running; call reset(task, init_state) first")
+        return self._task
 
 
 class ScriptedExpert(ABC):

@@ -14,8 +14,8 @@ from soma_lightning.envs.base import (
     FINGERS,
     MAIN_IMAGE,
     WRIST_IMAGE,
-    ManipulationEnv,
     StepOutcome,
+    TaskEnv,
     TaskSpec,
     require_known,
 )
@@ -28,7 +28,7 @@ MAIN_CAMERA, WRIST_CAMERA = MAIN_IMAGE.removesuffix("_image"), WRIST_IMAGE.remov
 _OPEN_AND_WAIT = np.array([0.0] * 6 + [-1.0])
 
 
-class LiberoEnv(ManipulationEnv):
+class LiberoEnv(TaskEnv[TaskSpec]):
     """One suite of LIBERO; the simulator of a task is built by the first `reset` to it, one at a time.
 
     suite: "libero_spatial", "libero_object", "libero_goal", "libero_10" or "libero_90". task_numbers: which of its
@@ -86,19 +86,9 @@ class LiberoEnv(ManipulationEnv):
         self._init_states: dict[str, np.ndarray] = {}
         self._simulator: LiberoSimulator | None = None
         self._simulated: str | None = None  # the task that the simulator was built for
-        self._task: TaskSpec | None = None
         self._raw: dict[str, np.ndarray] = {}
         self._steps = 0
         self._success = self._done = self._closed = False
-
-    @property
-    def instruction(self) -> str:
-        return self._running_task().instruction
-
-    @property
-    def task(self) -> str:
-        """The running task's name."""
-        return self._running_task().name
 
     def num_init_states(self, task: str) -> int:
         """How many initial states the benchmark fixes for `task` (50)."""
@@ -178,11 +168,6 @@ class LiberoEnv(ManipulationEnv):
         if not self._closed:
             self._closed, self._task = True, None
             self._drop_simulator()
-
-    def _running_task(self) -> TaskSpec:
-        if self._task is None:
-            raise RuntimeError("no episode is running; call reset(task, init_state) first")
-        return self._task
 
     def _init_states_of(self, task: str) -> np.ndarray:
         if task not in self._init_states:

@@ -19,8 +19,8 @@ from soma_lightning.envs.base import (
     MAIN_IMAGE,
     OBJECT_STATE,
     WRIST_IMAGE,
-    ManipulationEnv,
     StepOutcome,
+    TaskEnv,
     TaskSpec,
     require_known,
 )
@@ -84,7 +84,7 @@ TASKS: dict[str, TableTask] = {
 }
 
 
-class SomaTable(ManipulationEnv):
+class SomaTable(TaskEnv[TableTask]):
     """A floating parallel gripper, a cube and two discs.
 
     image_size: side of both square images, pixels. obs_type: "image", or "state" for no images (and no OpenGL) but
@@ -125,20 +125,10 @@ class SomaTable(ManipulationEnv):
         self._scene = (scene or TableScene(image_size)).acquire()
         self._mujoco = self._scene.mujoco
         self._data: Any = self._mujoco.MjData(self._scene.model)
-        self._task: TableTask | None = None
         self._steps = 0
         self._success = self._done = self._closed = False
         self._gripper_open = True
         self._progress = 0.0
-
-    @property
-    def instruction(self) -> str:
-        return self._running_task().instruction
-
-    @property
-    def task(self) -> str:
-        """The running task's name."""
-        return self._running_task().name
 
     def sibling(self) -> SomaTable:
         return SomaTable(
@@ -236,11 +226,6 @@ class SomaTable(ManipulationEnv):
             "observation.state": _uniform_statistics(np.array(STATE_LOW), np.array(STATE_HIGH)),
             "action": _uniform_statistics(-np.ones(ACTION_DIM), np.ones(ACTION_DIM)),
         }
-
-    def _running_task(self) -> TableTask:
-        if self._task is None:
-            raise RuntimeError("no episode is running; call reset(task, init_state) first")
-        return self._task
 
     def _place(self, task: TableTask, init_state: int) -> None:
         data, scene = self._data, self._scene

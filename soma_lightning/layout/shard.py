@@ -157,22 +157,23 @@ def shard_module(
     Raises ValueError naming a parameter that has no memory yet, is not contiguous or has a gradient hook, an embedding
     with max_norm, a module that is already sharded, and a forward method that does not exist or belongs to no unit.
     """
-    _refuse_unshardable(root, divided=is_divided(mesh))
+    divided = is_divided(mesh)
+    _refuse_unshardable(root, divided=divided)
     methods = entry_points(root, forward_methods)
     names = dict(root.named_parameters())
     # In this order on every rank.
-    replicated = [names[name] for name in plan.replicated] if is_divided(mesh) else list(names.values())
+    replicated = [names[name] for name in plan.replicated] if divided else list(names.values())
     ignored = set(replicated)
     _refuse_hooks({name: param for name, param in names.items() if param not in ignored})
     _refuse_renormalizing(root, ignored)
-    if is_divided(mesh):
+    if divided:
         facts = _divide(root, plan, mesh, device, ignored)
         _register_forward_methods(root, forward_methods)
     else:
         facts = []
         _take_values_of_first_rank(chain(root.parameters(), root.buffers()), device, set())
-    apply_precision(root, plan, sharded=is_divided(mesh), forward_methods=methods)
-    if is_divided(mesh):
+    apply_precision(root, plan, sharded=divided, forward_methods=methods)
+    if divided:
         begin_fsdp(root)
         for unit in plan.units:
             gather_for_backward_only_what_it_visits(unit.modules[0])

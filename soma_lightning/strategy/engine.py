@@ -120,16 +120,16 @@ class Engine:
         self.layout, self.world_size = layout, asked
 
     def _refuse_without_shards(self, layout: Layout) -> None:
-        reshard = self.options.reshard_after_forward
-        given = {
-            "frozen='shard'": self.options.frozen == "shard",
-            f"reshard_after_forward={reshard}": reshard is not None,
-        }
-        for setting in (name for name, is_given in given.items() if is_given):
-            raise ValueError(
-                f"{setting} has no effect with replicate={layout.replicate}, shard=1, which keeps every parameter "
-                "whole on each rank; leave it out, or use layout='fsdp'"
-            )
+        if self.options.frozen == "shard":
+            setting = "frozen='shard'"
+        elif self.options.reshard_after_forward is not None:
+            setting = f"reshard_after_forward={self.options.reshard_after_forward}"
+        else:
+            return
+        raise ValueError(
+            f"{setting} has no effect with replicate={layout.replicate}, shard=1, which keeps every parameter whole on "
+            "each rank; leave it out, or use layout='fsdp'"
+        )
 
     def join_processes(self, *, rank: int, address: str, port: int, device: torch.device) -> None:
         """Makes the process group and the mesh; nothing for one process. May be called again."""

@@ -300,8 +300,8 @@ def on_this_rank(case: str, mesh: Any) -> dict[str, Any]:
         modules = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
         policy_of_unit = unit.mp or MixedPrecisionPolicy()
         fully_shard(modules, mesh=mesh, mp_policy=policy_of_unit, ignored_params=ignored)
+    present = dict(policy.named_parameters())
     for unit in plan.units:
-        present = dict(policy.named_parameters())
         gather_as_stored(unit.modules[0], {present[name] for name in unit.as_stored})
     apply_precision(policy, plan, sharded=True)
     fully_shard.state(policy)._lazy_init()
