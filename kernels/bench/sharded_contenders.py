@@ -164,7 +164,7 @@ _ALL = (
     ),
     Contender(
         "somaspeed_replicate",
-        "everything whole on both ranks, without FSDP2; gradients averaged in buckets after the backward pass",
+        "everything whole on both ranks, without FSDP2; gradients averaged in buckets during the backward pass",
         lambda problem: SomaSpeedStrategy(layout="replicate", report=False),
         _ours,
         divided=False,

@@ -143,7 +143,7 @@ def test_only_the_named_peers_are_measured(tmp_path: Path) -> None:
 
 def test_the_sweep_moves_one_size_at_a_time() -> None:
     assert not set(ATTENTION_SWEEP) & set(ATTENTION_CASES)
-    assert len(ATTENTION_SWEEP) == 20
+    assert len(ATTENTION_SWEEP) == 19
     sizes = ("Bc", "T", "Lq", "Lc", "D")
     for name, case in ATTENTION_SWEEP.items():
         base = ATTENTION_CASES.get(name[0], ATTENTION_SWEEP["D16"])
