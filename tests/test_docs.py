@@ -292,6 +292,7 @@ SMALL = {
     "eval": ["--episodes", "2", "--num_envs", "2", "--recorded", "1"],
     "compare": [],
     "doctor": [],
+    "data": [],
 }
 #: Documents that begin with nothing: their own commands make what later ones need.
 FROM_NOTHING = {"docs/main_job.md"}
