@@ -122,10 +122,10 @@ def histograms(
         if d >= len(names):
             axes.set_axis_off()
             continue
-        edges = (
-            np.linspace(low[d], high[d], bars + 1) if high[d] > low[d] else low[d] + np.linspace(-0.5, 0.5, bars + 1)
-        )
-        axes.stairs(counts[d].reshape(bars, -1).sum(axis=1), edges, fill=True, color=COLOR)
+        heights, edges = counts[d].reshape(bars, -1).sum(axis=1), np.linspace(low[d], high[d], bars + 1)
+        if low[d] == high[d]:  # one bar in the middle
+            heights, edges = np.roll(heights, bars // 2), low[d] + (np.arange(bars + 1) - bars // 2 - 0.5) / bars
+        axes.stairs(heights, edges, fill=True, color=COLOR)
         for mark in marks:
             axes.axvline(mark[d], color=SECOND_COLOR, linestyle="--", linewidth=1)
         axes.set_yscale("symlog", linthresh=1)  # empty bins stay at 0

@@ -115,6 +115,7 @@ def _check_group(
             cameras={camera: _CAMERA},
             state_key=fmt.TIMESTAMP,
             action_key=fmt.TIMESTAMP,
+            image_cache_mib=0,  # frames are read in their order
         )
     except (ValueError, OSError, ImportError) as error:
         what = f"images of episodes {numbers[0]} to {numbers[-1]} were not checked: {error}"

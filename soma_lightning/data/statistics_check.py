@@ -18,9 +18,10 @@ from soma_lightning.data import lerobot_format as fmt
 from soma_lightning.data.findings import Findings
 from soma_lightning.data.statistics import QUANTILES, REQUIRED
 from soma_lightning.data.totals import FloatArray, Histogram, Place, Totals
+from soma_lightning.models.normalization import CONSTANT_ABSOLUTE, CONSTANT_RELATIVE, CONSTANT_SPREAD
 
-#: A value whose distance from the middle of q01..q99 is more than this many half widths is called an outlier.
-OUTLIER_HALF_WIDTHS = 5.0
+#: A value that is normalised (q01..q99 to -1..1) to more than this is called an outlier.
+OUTLIER = 5.0
 #: Twice what 1 % quantiles leave out on each side, exact or wider ones.
 MOST_BEYOND_QUANTILE = 0.02
 CONSTANT_RANGE = 1e-6
@@ -149,17 +150,21 @@ def constant(totals: Totals) -> list[int]:
 def warn_of_outliers(
     key: str, names: Sequence[str], totals: Totals, low: FloatArray, high: FloatArray, findings: Findings
 ) -> None:
-    """low, high: q01 and q99 [D]. The farthest value of a dimension stands for all of them."""
-    middle, half = (low + high) / 2, (high - low) / 2
+    """Values that a policy would see far outside -1..1; the farthest of a dimension on each side stands for all.
+
+    low, high: q01 and q99 [D], mapped to -1 and 1; near-constant dimensions are spread as `Normalizer` does.
+    """
+    spread, magnitude = high - low, np.maximum(np.abs(low), np.abs(high))
+    near_constant = spread <= np.maximum(CONSTANT_ABSOLUTE, CONSTANT_RELATIVE * magnitude)
+    spread = np.where(near_constant, CONSTANT_SPREAD * np.maximum(1, magnitude), spread)
     for value, places in ((totals.low, totals.low_place), (totals.high, totals.high_place)):
-        far = np.abs(value - middle) > OUTLIER_HALF_WIDTHS * np.maximum(half, CONSTANT_RANGE)
-        for d in np.flatnonzero(far & (half > CONSTANT_RANGE)).tolist():
+        normalized = 2 * (value - low) / spread - 1
+        for d in np.flatnonzero(np.abs(normalized) > OUTLIER).tolist():
             place: Place | None = places[d]
             if place is not None:
-                ratio = abs(value[d] - middle[d]) / half[d]
                 what = (
-                    f"frame {place.frame}: {names[d]} is {value[d]:.6g}, {ratio:.1f} half widths from the middle of "
-                    f"q01..q99 = {low[d]:.6g}..{high[d]:.6g}"
+                    f"frame {place.frame}: {names[d]} is {value[d]:.6g}, which becomes {normalized[d]:.3g} when "
+                    f"q01..q99 = {low[d]:.6g}..{high[d]:.6g} becomes -1..1"
                 )
                 findings.warning(what, place.file, place.episode, key)
 
@@ -167,7 +172,7 @@ def warn_of_outliers(
 def warn_of_gripper(key: str, names: Sequence[str], totals: Totals, findings: Findings) -> None:
     """An action's dimension that is named gripper has the range -1 (opens) to 1 (closes) and uses both sides."""
     for d, name in enumerate(names):
-        if "gripper" not in name.lower() or not totals.count:
+        if "gripper" not in name.lower() or d in constant(totals):
             continue
         low, high = totals.low[d], totals.high[d]
         if low < -1 - CONSTANT_RANGE or high > 1 + CONSTANT_RANGE or low >= 0 or high <= 0:

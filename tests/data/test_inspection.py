@@ -370,8 +370,21 @@ def test_outliers_name_the_farthest_frame(tmp_path: Path) -> None:
     actions[1][17, 1] = -40.0
     found = warnings(write(tmp_path / "a", actions, ["x", "y"]))
     assert len(found) == 1
-    assert found[0].startswith(f"{DATA_FILE}: episode 1, column 'action': frame 17: y is -40, ")
-    assert "half widths from the middle of q01..q99 = " in found[0]
+    column = inspect(tmp_path / "a").columns["action"]
+    low, high = column.q01[1], column.q99[1]
+    assert found[0] == (
+        f"{DATA_FILE}: episode 1, column 'action': frame 17: y is -40, which becomes "
+        f"{2 * (-40 - low) / (high - low) - 1:.3g} when q01..q99 = {low:.6g}..{high:.6g} becomes -1..1"
+    )
+
+
+def test_noise_around_a_constant_is_no_outlier(tmp_path: Path) -> None:
+    """The normaliser spreads near-constant dimensions, so that a policy never sees what is off by a thousandth."""
+    actions = [np.stack([noise(200, 1, i)[:, 0], 3.14 + 1e-6 * noise(200, 1, i)[:, 0]], axis=1) for i in range(2)]
+    actions[0][9, 1] = 3.13
+    assert warnings(write(tmp_path / "a", actions)) == []
+    actions[0][9, 1] = 3.0
+    assert "frame 9: 1 is 3, which becomes -9.9" in warnings(write(tmp_path / "b", actions))[0]
 
 
 def test_duplicates_short_and_unchanging_episodes(tmp_path: Path) -> None:
