@@ -154,6 +154,38 @@ def camera_sheet(frames: Mapping[tuple[int, int], np.ndarray], path: Path) -> Pa
     return _save(figure, path)
 
 
+def open_loop(
+    recorded: np.ndarray, looks: np.ndarray, chunks: np.ndarray, labels: Sequence[str], title: str, path: Path
+) -> Path:
+    """Recorded actions over time and every predicted chunk from the frame where it starts, one panel a dimension.
+
+    recorded: [T, A]. looks: frames where chunks start [L]. chunks: [L, H, A]. labels: A. What a chunk predicts past the
+    episode's end is left out.
+    """
+    columns = 1 if len(labels) == 1 else 2
+    rows = -(-len(labels) // columns)
+    size = (7.0 * columns, 1.7 * rows + 0.8)
+    figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for d, axes in enumerate(grid.flat):
+        if d >= len(labels):
+            axes.set_axis_off()
+            continue
+        axes.plot(recorded[:, d], color="black", linewidth=1.2, label="recorded")
+        for number, (look, chunk) in enumerate(zip(looks, chunks, strict=True)):
+            values = chunk[: len(recorded) - look, d]
+            label = None if number else "predicted"
+            axes.plot(look + np.arange(len(values)), values, color=SECOND_COLOR, linewidth=1, alpha=0.8, label=label)
+            axes.plot(look, values[0], ".", color=SECOND_COLOR, markersize=5)
+        axes.set_title(labels[d], fontsize=8, loc="left")
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[-1]:
+        axes.set_xlabel("frame", fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper right", frameon=False, fontsize=8)
+    return _save(figure, path)
+
+
 def write_video(frames: Sequence[np.ndarray], path: Path, fps: int) -> Path:
     """Writes uint8 [h, w, 3] frames as H.264 MP4 (yuv420p, so that every player opens it).
 

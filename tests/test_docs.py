@@ -293,6 +293,7 @@ SMALL = {
     "compare": [],
     "doctor": [],
     "data": [],
+    "open-loop": [],
 }
 #: Documents that begin with nothing: their own commands make what later ones need.
 FROM_NOTHING = {"docs/main_job.md"}

@@ -94,8 +94,8 @@ class FrameScan:
         self._digests: dict[int, Any] = {}
 
     @property
-    def sound(self) -> list[int]:
-        return [episode.episode_index for episode in self.episodes if episode.episode_index not in self._unsound]
+    def sound(self) -> set[int]:
+        return {episode.episode_index for episode in self.episodes} - self._unsound
 
     @property
     def unchanging(self) -> list[int]:

@@ -43,37 +43,45 @@ def check_images(
     root: Path,
     info: fmt.DatasetInfo,
     episodes: Sequence[fmt.EpisodeRow],
+    sound: set[int],
     limit: int | None,
     findings: Findings,
     progress: Progress,
 ) -> dict[str, CameraCheck]:
-    """Decodes the images of `episodes` (sound ones), camera by camera, and notes every one that fails.
+    """Decodes images, camera by camera, and notes every one that fails.
 
-    limit: frames a camera, evenly spaced, None for all; frames of the contact sheet are always among them, and 0
+    episodes: all of the data set. sound: those whose frames are where the metadata say; images of others cannot be
+    found. limit: frames a camera, evenly spaced, None for all; frames of the contact sheet are always among them, and 0
     decodes none.
     """
-    checks = {key: CameraCheck(total=sum(e.length for e in episodes)) for key in (*info.image_keys, *info.video_keys)}
-    if limit == 0 or not episodes:
+    chosen = [episode for episode in episodes if episode.episode_index in sound]
+    total = sum(episode.length for episode in chosen)
+    checks = {key: CameraCheck(total=total) for key in (*info.image_keys, *info.video_keys)}
+    if limit == 0 or not chosen:
         return checks
-    wanted = _chosen_frames(checks, limit)
-    sheet = _sheet_frames(episodes)
+    sample = None if limit is None or limit >= total else _evenly_spaced(episodes, chosen, limit)
+    sheet = _sheet_frames(chosen)
     for camera, check in checks.items():
-        first = 0
-        for group in _groups(episodes):
-            length = sum(episode.length for episode in group)
-            rows = wanted[(wanted >= first) & (wanted < first + length)] - first
-            first += length
-            _check_group(root, camera, group, rows, sheet, check, findings, progress)
+        for group in _groups(chosen):
+            for data in _opened(root, camera, group, findings):
+                _check_frames(data, camera, sample, sheet, check, findings, progress)
         if check.blank:
             what = f"{check.blank} of {check.checked} decoded images are of a single colour"
             findings.warning(what, None, None, camera)
     return checks
 
 
-def _chosen_frames(checks: dict[str, CameraCheck], limit: int | None) -> NDArray[np.int64]:
-    total = next(iter(checks.values())).total if checks else 0
-    count = total if limit is None else min(limit, total)
-    return np.unique(np.linspace(0, max(total - 1, 0), count).round().astype(np.int64))
+def _evenly_spaced(
+    episodes: Sequence[fmt.EpisodeRow], chosen: Sequence[fmt.EpisodeRow], count: int
+) -> NDArray[np.int64]:
+    """`index` (the number of a frame in the data set) of `count` frames of the chosen episodes."""
+    first_index = np.cumsum([0, *(episode.length for episode in episodes)])[[e.episode_index for e in chosen]]
+    ends = np.cumsum([episode.length for episode in chosen])
+    picks = np.linspace(0, ends[-1] - 1, count).round().astype(np.int64)
+    place = np.searchsorted(ends, picks, side="right")
+    begins = ends - [episode.length for episode in chosen]
+    index: NDArray[np.int64] = first_index[place] + picks - begins[place]
+    return index
 
 
 def _sheet_frames(episodes: Sequence[fmt.EpisodeRow]) -> set[tuple[int, int]]:
@@ -96,37 +104,54 @@ def _groups(episodes: Sequence[fmt.EpisodeRow]) -> Iterator[list[fmt.EpisodeRow]
         yield group
 
 
-def _check_group(
-    root: Path,
-    camera: str,
-    group: Sequence[fmt.EpisodeRow],
-    rows: NDArray[np.int64],
-    sheet: set[tuple[int, int]],
-    check: CameraCheck,
-    findings: Findings,
-    progress: Progress,
-) -> None:
-    numbers = [episode.episode_index for episode in group]
+def _opened(root: Path, camera: str, group: Sequence[fmt.EpisodeRow], findings: Findings) -> Iterator[LeRobotDataset]:
+    """The group as a data set of this camera. What does not open is halved, down to the episodes that are to blame."""
+    data, text = _open(root, camera, group)
+    if data is not None:
+        yield data
+        return
+    halves = (group[: len(group) // 2], group[len(group) // 2 :])
+    if len(group) > 1 and any(_open(root, camera, half)[1] != text for half in halves):
+        for half in halves:
+            yield from _opened(root, camera, half, findings)
+        return
+    span = f"{group[0].episode_index} to {group[-1].episode_index}"
+    findings.problem(f"images of episodes {span} were not checked: {text}", None, None, camera)
+
+
+def _open(root: Path, camera: str, group: Sequence[fmt.EpisodeRow]) -> tuple[LeRobotDataset | None, str]:
     try:
         # Times stand in for state and action: a fault in those says nothing about the images.
         data = LeRobotDataset(
             root,
-            episodes=numbers,
+            episodes=[episode.episode_index for episode in group],
             cameras={camera: _CAMERA},
             state_key=fmt.TIMESTAMP,
             action_key=fmt.TIMESTAMP,
             image_cache_mib=0,  # frames are read in their order
         )
     except (ValueError, OSError, ImportError) as error:
-        what = f"images of episodes {numbers[0]} to {numbers[-1]} were not checked: {error}"
-        findings.problem(what, None, None, camera)
-        return
-    places = list(zip(data.frames.episode_index.tolist(), data.frames.frame_index.tolist(), strict=True))
+        return None, str(error)
+    return data, ""
+
+
+def _check_frames(
+    data: LeRobotDataset,
+    camera: str,
+    sample: NDArray[np.int64] | None,
+    sheet: set[tuple[int, int]],
+    check: CameraCheck,
+    findings: Findings,
+    progress: Progress,
+) -> None:
+    """Decodes the frames of `sample` (by `index`; None: all) and of `sheet`."""
+    frames = data.frames
+    places = list(zip(frames.episode_index.tolist(), frames.frame_index.tolist(), strict=True))
     shown = {row for row, place in enumerate(places) if place in sheet}
-    wanted = sorted(shown | set(rows.tolist()))
+    sampled = range(len(frames)) if sample is None else np.flatnonzero(np.isin(frames.index, sample)).tolist()
+    wanted = sorted(shown | set(sampled))
     for start in range(0, len(wanted), _BLOCK):
-        block = wanted[start : start + _BLOCK]
-        for row, image in _decode(data, camera, block, check, findings):
+        for row, image in _decode(data, camera, wanted[start : start + _BLOCK], check, findings):
             check.blank += bool((image.flatten(1).amax(1) == image.flatten(1).amin(1)).all())
             if row in shown:
                 check.sheet[places[row]] = image.movedim(0, -1).numpy().copy()
@@ -149,8 +174,9 @@ def _decode(
         except (ValueError, OSError) as error:
             check.broken += 1
             frame = f"frame {data.frames.frame_index[row]}: "
-            file = data.frames.files[int(data.frames.location[row, 0])].relative_to(data.root).as_posix()
-            what = frame + str(error).rpartition(frame)[2]  # the place is in the finding's own fields
-            findings.problem(what, file, int(data.frames.episode_index[row]), camera)
+            place, _, what = str(error).rpartition(frame)  # the place goes into the finding's own fields
+            file = Path(place.partition(": ")[0])
+            known = file.relative_to(data.root).as_posix() if file.is_relative_to(data.root) else None
+            findings.problem(frame + what, known, int(data.frames.episode_index[row]), camera)
         else:
             yield row, image

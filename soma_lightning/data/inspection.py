@@ -103,9 +103,7 @@ def inspect_dataset(
         q01, q99, source = stats.quantile_range(stored.get(key, {}), histogram)
         columns[key] = ColumnPicture(dimension_names(info.features[key]), histogram, q01, q99, source)
     _warn(scan, columns, tasks, findings)
-    sound = set(scan.sound)
-    chosen = [episode for episode in episodes if episode.episode_index in sound]
-    cameras = check_images(root, info, chosen, images, findings, progress)
+    cameras = check_images(root, info, episodes, scan.sound, images, findings, progress)
     summary = _summarize(root, info, scan, keys, tasks, cameras)
     summary["statistics"] = {key: sorted(stored.get(key, {})) for key in keys}
     lengths = [episode.length for episode in episodes]

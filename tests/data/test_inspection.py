@@ -525,3 +525,30 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
 
     few, many = peak("few", 3), peak("many", 60)
     assert many - few < 57 * 4000, (few, many)  # holding the frames would take 57 * 400 * 9 * 8 bytes
+
+
+def test_only_the_episodes_to_blame_go_unchecked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A camera's file that is missing for one episode is a fault of that episode alone."""
+    original = LeRobotDataset.__init__
+
+    def refuse(self: LeRobotDataset, root: Path, *arguments: Any, **settings: Any) -> None:
+        if 2 in settings["episodes"]:
+            raise DatasetFormatError("videos/episode_000002.mp4 is missing")
+        original(self, root, *arguments, **settings)
+
+    root = record()
+    monkeypatch.setattr(LeRobotDataset, "__init__", refuse)
+    found = inspect(root)
+    assert [str(finding) for finding in found.problems] == [
+        f"column '{CAMERA}': images of episodes 2 to 2 were not checked: videos/episode_000002.mp4 is missing"
+    ]
+    assert found.cameras[CAMERA].checked == 22 - 4
+
+
+def test_a_sample_leaves_out_episodes_that_are_not_sound(record: Record) -> None:
+    root = record()
+    put("frame_index", START[1] + 2, 9)(root)
+    check = inspect(root).cameras[CAMERA]
+    assert (check.total, check.checked) == (15, 15)
+    assert {episode for episode, _ in check.sheet} == {0, 2, 3}
+    assert inspect(root, images=3).cameras[CAMERA].checked == 9 + 1, "the middle one is frame 2 of episode 2"
