@@ -2,7 +2,7 @@
 
 Stated tolerances, per dimension: minimum and maximum equal in the column's dtype; |mean - mean'| <= 1e-3 std + 1e-6 m;
 |std^2 - std'^2| <= 2e-3 std^2 + 5e-7 m^2, where m is the largest magnitude (what float32 sums of squares can lose).
-Quantiles may be exact or LeRobot's wider envelope, so they must only be in order between minimum and maximum.
+Quantiles may be exact or LeRobot's (`statistics`), so they must only be in order between minimum and maximum.
 """
 
 from __future__ import annotations
@@ -127,12 +127,14 @@ def _check_quantile_share(key: str, stored: Mapping[str, FloatArray], histogram:
     share = min(0.5, MOST_BEYOND_QUANTILE + 1 / histogram.counts[0].sum())
     inner = {"q01": histogram.quantile(share), "q99": histogram.quantile(1 - share)}
     width = (histogram.high - histogram.low) / histogram.counts.shape[1]
+    narrow = []
     for name, sign in (("q01", 1), ("q99", -1)):
-        if name not in stored:
-            continue
-        for d in np.flatnonzero(sign * (stored[name] - inner[name]) > width).tolist():
-            what = f"more than {MOST_BEYOND_QUANTILE:.0%} of the frames lie beyond {name} of dimension {d}, "
-            findings.warning(f"{what}{stored[name][d]:.6g}", fmt.STATS_FILE, None, key)
+        if name in stored:
+            dimensions = np.flatnonzero(sign * (stored[name] - inner[name]) > width)
+            narrow += [f"{name} of dimension {d} ({stored[name][d]:.6g})" for d in dimensions]
+    if narrow:
+        what = f"more than {MOST_BEYOND_QUANTILE:.0%} of the frames lie beyond {', '.join(narrow)}; "
+        findings.warning(f"{what}statistics='computed' takes exact quantiles", fmt.STATS_FILE, None, key)
 
 
 def quantile_range(stored: Mapping[str, FloatArray], histogram: Histogram) -> tuple[FloatArray, FloatArray, str]:

@@ -411,7 +411,8 @@ def test_quantiles_that_leave_frames_out(tmp_path: Path) -> None:
     edit_stats("action", "q99", first(0.5))(root)
     edit_stats("action", "q90", first(0.4))(root)
     assert warnings(root) == [
-        f"{STATS}: column 'action': more than 2% of the frames lie beyond q99 of dimension 0, 0.5"
+        f"{STATS}: column 'action': more than 2% of the frames lie beyond q99 of dimension 0 (0.5); "
+        "statistics='computed' takes exact quantiles"
     ]
     edit_stats("action", "q99", first(1.0))(root)  # wider than exact ones, as LeRobot's
     assert warnings(root) == []
