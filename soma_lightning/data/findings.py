@@ -30,6 +30,7 @@ class Findings:
 
     problems: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
+    _told: set[Finding] = field(default_factory=set)
 
     def problem(
         self, what: str, file: str | None = None, episode: int | None = None, column: str | None = None
@@ -42,5 +43,6 @@ class Findings:
         self._add(self.warnings, Finding(what, file, episode, column))
 
     def _add(self, findings: list[Finding], new: Finding) -> None:
-        if new not in findings[-50:]:  # an episode that lies in two row groups is reported once
+        if new not in self._told:  # a column of a wrong type is found again in every row group
+            self._told.add(new)
             findings.append(new)

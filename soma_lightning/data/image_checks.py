@@ -115,8 +115,11 @@ def _opened(root: Path, camera: str, group: Sequence[fmt.EpisodeRow], findings: 
         for half in halves:
             yield from _opened(root, camera, half, findings)
         return
-    span = f"{group[0].episode_index} to {group[-1].episode_index}"
-    findings.problem(f"images of episodes {span} were not checked: {text}", None, None, camera)
+    first, last = group[0].episode_index, group[-1].episode_index
+    if first == last:
+        findings.problem(f"its images were not checked: {text}", None, first, camera)
+    else:
+        findings.problem(f"images of episodes {first} to {last} were not checked: {text}", None, None, camera)
 
 
 def _open(root: Path, camera: str, group: Sequence[fmt.EpisodeRow]) -> tuple[LeRobotDataset | None, str]:

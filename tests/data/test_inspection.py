@@ -541,7 +541,7 @@ def test_only_the_episodes_to_blame_go_unchecked(record: Record, monkeypatch: py
     monkeypatch.setattr(LeRobotDataset, "__init__", refuse)
     found = inspect(root)
     assert [str(finding) for finding in found.problems] == [
-        f"column '{CAMERA}': images of episodes 2 to 2 were not checked: videos/episode_000002.mp4 is missing"
+        f"episode 2, column '{CAMERA}': its images were not checked: videos/episode_000002.mp4 is missing"
     ]
     assert found.cameras[CAMERA].checked == 22 - 4
 
