@@ -156,11 +156,12 @@ class FrameScan:
             problem(f"cannot be read as parquet: {error}", name)
             return
         there = file.schema_arrow.names
-        for key in dict.fromkeys([*columns, *self.info.image_keys]):
+        stored = [key for key, feature in self.info.features.items() if feature.dtype != "video"]
+        for key in dict.fromkeys([*columns, *stored]):
             if key not in there:
                 problem(f"the column is missing; the file has {there}", name, None, key)
         if complain:
-            for key in set(there) - set(self.info.features) - set(fmt.BOOKKEEPING_DTYPES):
+            for key in sorted(set(there) - set(self.info.features) - set(fmt.BOOKKEEPING_DTYPES)):
                 self.findings.warning(f"{fmt.INFO_FILE} does not declare this column", name, None, key)
         for group in range(file.metadata.num_row_groups):
             try:

@@ -325,10 +325,13 @@ def test_files_that_are_missing_cut_or_unknown(record: Record) -> None:
 
 def test_a_missing_column(record: Record) -> None:
     root = record()
+    info = json.loads((root / "meta/info.json").read_text())
+    info["features"]["note"] = {"dtype": "string", "shape": [1], "names": None}
+    (root / "meta/info.json").write_text(json.dumps(info))
     edit_table(DATA_FILE, lambda t: t.drop_columns(["action", CAMERA]))(root)
     found = problems(root)
     there = "['observation.state', 'timestamp', 'frame_index', 'episode_index', 'index', 'task_index']"
-    for column in ("action", CAMERA):
+    for column in ("action", CAMERA, "note"):
         assert f"{DATA_FILE}: column '{column}': the column is missing; the file has {there}" in found
 
 
