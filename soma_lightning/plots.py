@@ -1,9 +1,9 @@
-"""Every picture the project draws: success bars, learning curves, contact sheets, rollout videos."""
+"""Every picture the project draws: success bars, learning curves, data sets, contact sheets, rollout videos."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,103 @@ def contact_sheet(rollouts: Sequence[tuple[str, Sequence[np.ndarray]]], path: Pa
             axes[row, column].imshow(frames[index])
             axes[row, column].set_axis_off()
             axes[row, column].set_title(label if column == 0 else f"step {index}", fontsize=7, loc="left")
+    return _save(figure, path)
+
+
+def episode_lengths(lengths: Sequence[int], path: Path) -> Path:
+    """How many episodes have which length. lengths: frames of each episode."""
+    figure, axes = plt.subplots(figsize=(6.4, 2.8))
+    axes.hist(lengths, bins=min(50, max(lengths) - min(lengths) + 1), color=COLOR)
+    axes.axvline(float(np.median(lengths)), color=SECOND_COLOR, linestyle="--", label=f"median {np.median(lengths):g}")
+    axes.set_xlabel("frames")
+    axes.set_ylabel("episodes")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return _save(figure, path)
+
+
+def histograms(
+    names: Sequence[str],
+    low: np.ndarray,
+    high: np.ndarray,
+    counts: np.ndarray,
+    marks: tuple[np.ndarray, np.ndarray],
+    path: Path,
+    bars: int = 80,
+) -> Path:
+    """One panel a dimension, on a logarithmic scale, so that single frames far out can be seen.
+
+    counts: [D, a multiple of `bars`], frames in bins of equal width between low and high [D]. marks: two values a
+    dimension, [D] each, drawn as dashed lines.
+    """
+    columns = min(4, len(names))
+    rows = -(-len(names) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.1 * rows), squeeze=False, layout="constrained")
+    for d, axes in enumerate(grid.flat):
+        if d >= len(names):
+            axes.set_axis_off()
+            continue
+        heights, edges = counts[d].reshape(bars, -1).sum(axis=1), np.linspace(low[d], high[d], bars + 1)
+        if low[d] == high[d]:  # one bar in the middle
+            heights, edges = np.roll(heights, bars // 2), low[d] + (np.arange(bars + 1) - bars // 2 - 0.5) / bars
+        axes.stairs(heights, edges, fill=True, color=COLOR)
+        for mark in marks:
+            axes.axvline(mark[d], color=SECOND_COLOR, linestyle="--", linewidth=1)
+        axes.set_yscale("symlog", linthresh=1)  # empty bins stay at 0
+        axes.set_ylim(bottom=0)
+        axes.set_title(names[d], fontsize=8, loc="left")
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    return _save(figure, path)
+
+
+def camera_sheet(frames: Mapping[tuple[int, int], np.ndarray], path: Path) -> Path:
+    """One row an episode with its frames from left to right. frames: {(episode, frame): uint8 [h, w, 3]}."""
+    episodes: dict[int, list[int]] = {}
+    for episode, frame in sorted(frames):
+        episodes.setdefault(episode, []).append(frame)
+    columns = max(map(len, episodes.values()))
+    figure, grid = plt.subplots(
+        len(episodes), columns, figsize=(2.2 * columns, 2.2 * len(episodes)), squeeze=False, layout="constrained"
+    )
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for row, (episode, numbers) in enumerate(episodes.items()):
+        for axes, frame in zip(grid[row], numbers, strict=False):
+            axes.imshow(frames[episode, frame])
+            axes.set_title(f"episode {episode}, frame {frame}", fontsize=7, loc="left")
+    return _save(figure, path)
+
+
+def open_loop(
+    recorded: np.ndarray, looks: np.ndarray, chunks: np.ndarray, labels: Sequence[str], title: str, path: Path
+) -> Path:
+    """Recorded actions over time and every predicted chunk from the frame where it starts, one panel a dimension.
+
+    recorded: [T, A]. looks: frames where chunks start [L]. chunks: [L, H, A]. labels: A. What a chunk predicts past the
+    episode's end is left out.
+    """
+    columns = 1 if len(labels) == 1 else 2
+    rows = -(-len(labels) // columns)
+    size = (7.0 * columns, 1.7 * rows + 0.8)
+    figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for d, axes in enumerate(grid.flat):
+        if d >= len(labels):
+            axes.set_axis_off()
+            continue
+        axes.plot(recorded[:, d], color="black", linewidth=1.2, label="recorded")
+        for number, (look, chunk) in enumerate(zip(looks, chunks, strict=True)):
+            values = chunk[: len(recorded) - look, d]
+            label = None if number else "predicted"
+            axes.plot(look + np.arange(len(values)), values, color=SECOND_COLOR, linewidth=1, alpha=0.8, label=label)
+            axes.plot(look, values[0], ".", color=SECOND_COLOR, markersize=5)
+        axes.set_title(labels[d], fontsize=8, loc="left")
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[-1]:
+        axes.set_xlabel("frame", fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper right", frameon=False, fontsize=8)
     return _save(figure, path)
 
 

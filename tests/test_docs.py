@@ -292,6 +292,8 @@ SMALL = {
     "eval": ["--episodes", "2", "--num_envs", "2", "--recorded", "1"],
     "compare": [],
     "doctor": [],
+    "data": [],
+    "open-loop": [],
 }
 #: Documents that begin with nothing: their own commands make what later ones need.
 FROM_NOTHING = {"docs/main_job.md"}

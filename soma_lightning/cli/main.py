@@ -20,7 +20,9 @@ COMMANDS = {
     "test": ("soma_lightning.cli.fit", "run the test loop of a config file"),
     "predict": ("soma_lightning.cli.fit", "run the predict loop of a config file"),
     "demos": ("soma_lightning.cli.demos", "record demonstrations of a scripted expert"),
+    "data": ("soma_lightning.cli.data", "describe, check and draw a data set"),
     "eval": ("soma_lightning.cli.eval", "roll a policy out in an environment"),
+    "open-loop": ("soma_lightning.cli.open_loop", "compare a policy's chunks with recorded actions"),
     "compare": ("soma_lightning.cli.compare", "compare evaluations with their intervals"),
     "doctor": ("soma_lightning.cli.doctor", "say what this machine has and what is missing"),
 }

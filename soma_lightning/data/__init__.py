@@ -8,6 +8,7 @@ from soma_lightning.imports import lazy_names
 
 if TYPE_CHECKING:
     from soma_lightning.data.datamodule import LeRobotDataModule as LeRobotDataModule
+    from soma_lightning.data.inspection import inspect_dataset as inspect_dataset
     from soma_lightning.data.lerobot import LeRobotDataset as LeRobotDataset
     from soma_lightning.data.lerobot_writer import LeRobotWriter as LeRobotWriter
     from soma_lightning.data.statistics import compute_statistics as compute_statistics
@@ -19,6 +20,7 @@ _HOME_OF_NAME = {
     "LeRobotDataset": "soma_lightning.data.lerobot",
     "LeRobotWriter": "soma_lightning.data.lerobot_writer",
     "compute_statistics": "soma_lightning.data.statistics",
+    "inspect_dataset": "soma_lightning.data.inspection",
     "load_statistics": "soma_lightning.models.normalization",
     "save_statistics": "soma_lightning.models.normalization",
 }

@@ -1,7 +1,8 @@
 """Which numbers describe the values of a feature: mean, spread, range and quantiles, computed, checked and found.
 
-Quantiles are exact and pooled over all frames (`numpy.quantile`). LeRobot's own recordings carry an envelope instead
-(the smallest q01 and the largest q99 of any episode), which is wider; it is taken as it is when a file is read.
+Quantiles are exact and pooled over all frames (`numpy.quantile`). LeRobot makes them of the episodes' own: release
+0.6.1 takes their mean, weighted by frames, which can be far narrower than the data; its main branch the smallest q01
+and the largest q99, which is wider. A file is taken as it is.
 """
 
 from __future__ import annotations
