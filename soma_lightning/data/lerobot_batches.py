@@ -15,7 +15,7 @@ from soma_lightning.data.lerobot import LeRobotDataset
 
 
 class FrameBatches(Dataset[dict[str, Any]]):
-    """The frames of several data sets one after the other, each with equal weight.
+    """The frames of several data sets one after the other.
 
     `__getitems__` answers with ONE dictionary, the finished batch, so a DataLoader needs `collate_fn=as_is`. `index`
     and `episode_index` count on over the data sets.
@@ -75,7 +75,7 @@ def check_compatible(first: LeRobotDataset, second: LeRobotDataset) -> None:
         if value != facts[1][name]:
             raise ValueError(
                 f"the data sets '{first.root}' and '{second.root}' cannot be trained on together: {name} {value} and "
-                f"{facts[1][name]}"
+                f"{facts[1][name]}; give each source its cameras, state_indices and action_indices"
             )
 
 
