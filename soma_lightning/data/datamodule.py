@@ -103,6 +103,7 @@ class LeRobotDataModule(pl.LightningDataModule):
         self.preload_limit_gib = preload_limit_gib
         self.seed = seed
         self.drop_last = drop_last
+        self.delta_actions: tuple[int, ...] = ()  # the policy's
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the data sets once. Raises what `LeRobotDataset` raises, and ValueError when no batch would be full."""
@@ -115,9 +116,9 @@ class LeRobotDataModule(pl.LightningDataModule):
         _ = self.statistics
 
     def connect_policy(self, config: PolicyShape) -> None:
-        """Takes the chunk size from the policy's configuration, unless it was given here.
+        """Takes the chunk size from the policy's configuration, unless it was given here, and its `delta_actions`.
 
-        Raises ValueError when the one given here is another.
+        Raises ValueError when the chunk size given here is another.
         """
         if self.chunk_size is None:
             self.chunk_size = config.chunk_size
@@ -126,6 +127,10 @@ class LeRobotDataModule(pl.LightningDataModule):
                 f"data.chunk_size={self.chunk_size} differs from the policy's chunk_size={config.chunk_size}; leave "
                 "the data module's out to take the policy's"
             )
+        deltas = tuple(getattr(config, "delta_actions", ()))
+        if deltas != self.delta_actions:
+            self.delta_actions = deltas
+            self.__dict__.pop("_statistics_and_source", None)
 
     def _prepare_chunks(self) -> None:
         if self.chunk_size is None:
@@ -236,6 +241,8 @@ class LeRobotDataModule(pl.LightningDataModule):
         if self.statistics_choice not in ("dataset", "computed"):
             statistics = load_statistics(stats.find_statistics(self.statistics_choice))
             source = f"file '{self.statistics_choice}'"
+        elif self.delta_actions:
+            statistics, source = self._delta_statistics()
         elif (stored := self._stored_statistics()) is not None:
             statistics, source = stored, f"{fmt.STATS_FILE} of '{self.roots[0]}', all its episodes"
         else:
@@ -247,6 +254,18 @@ class LeRobotDataModule(pl.LightningDataModule):
             source = f"computed from {len(frames[STATE])} frames of {self.roots}"
         stats.check_statistics(statistics, dimensions, source)
         return {feature: statistics[feature] for feature in dimensions}, source
+
+    def _delta_statistics(self) -> tuple[Statistics, str]:
+        if self.statistics_choice == "dataset":
+            raise ValueError(
+                f"statistics='dataset' are of absolute actions, but the policy has delta_actions="
+                f"{list(self.delta_actions)}; set statistics='computed', or name a file with those of the differences"
+            )
+        self._prepare_chunks()
+        statistics = stats.compute_statistics({STATE: torch.cat([part.states for part in self._parts]).numpy()})
+        statistics[ACTION] = stats.describe_deltas(self._parts, self.delta_actions)
+        source = f"computed from {self.num_frames} frames of {self.roots}, dimensions {list(self.delta_actions)} of "
+        return statistics, f"{source}action relative to the state over chunks of {self.chunk_size}"
 
     def _stored_statistics(self) -> Statistics | None:
         """Those of the data set's own file, when it is one data set and the file has all that a policy needs."""
@@ -320,6 +339,7 @@ class LeRobotDataModule(pl.LightningDataModule):
             "chunk_size": self.chunk_size,
             "batch_size": self.batch_size,
             "statistics_source": self.statistics_source,
+            "delta_actions": list(self.delta_actions),
             "constant_dimensions": stats.constant_dimensions(self.statistics),
             "images_in_memory": self.preload,
             **self._recordings(),

@@ -103,6 +103,11 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         return torch.from_numpy(self._actions)
 
     @property
+    def last_row(self) -> NDArray[np.int64]:
+        """Row of the last frame of each frame's episode, int64 [N]."""
+        return self.frames.last_row
+
+    @property
     def fps(self) -> int:
         """Control rate of the recording, frames per second."""
         return self.info.fps
