@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from soma_lightning.imports import lazy_names
 
 if TYPE_CHECKING:
+    from soma_lightning.data.augmentation import ImageAugmentation as ImageAugmentation
     from soma_lightning.data.datamodule import LeRobotDataModule as LeRobotDataModule
     from soma_lightning.data.lerobot import LeRobotDataset as LeRobotDataset
     from soma_lightning.data.lerobot_writer import LeRobotWriter as LeRobotWriter
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _HOME_OF_NAME = {
     "DataSource": "soma_lightning.data.sources",
+    "ImageAugmentation": "soma_lightning.data.augmentation",
     "LeRobotDataModule": "soma_lightning.data.datamodule",
     "LeRobotDataset": "soma_lightning.data.lerobot",
     "LeRobotWriter": "soma_lightning.data.lerobot_writer",

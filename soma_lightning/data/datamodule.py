@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from soma_lightning.contract import ACTION, STATE, Statistics
 from soma_lightning.data import lerobot_format as fmt
 from soma_lightning.data import statistics as stats
+from soma_lightning.data.augmentation import ImageAugmentation, Preset, make_augmenter
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.lerobot_batches import FrameBatches, as_is
 from soma_lightning.data.sampling import EpochSampler, MixtureSampler, ResumableDataLoader, split_episodes
@@ -43,6 +44,8 @@ class LeRobotDataModule(pl.LightningDataModule):
     of each data set; sources may say their own. seed: decides the split and the order of every epoch.
     drop_last: leave out the last, smaller training batch.
     preload: decode all images once into memory (up to preload_limit_gib GiB).
+    augment: "off", "light", "openpi" or an `ImageAugmentation`: varies the images of training batches on their device.
+    wrist_cameras: the policy's names of the cameras that are neither cropped nor rotated (see `BatchAugmenter`).
     cameras, state_key, action_key, state_indices, action_indices: as in `LeRobotDataset`; sources may say their own.
 
     Batches: `contract.TRAINING_BATCH` plus `index` and `episode_index` int64 [B], which count on over the data sets.
@@ -67,6 +70,8 @@ class LeRobotDataModule(pl.LightningDataModule):
         state_indices: list[int] | None = None,
         action_indices: list[int] | None = None,
         preload_limit_gib: float = 8.0,
+        augment: Preset | ImageAugmentation = "off",
+        wrist_cameras: list[str] | None = None,
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -78,6 +83,7 @@ class LeRobotDataModule(pl.LightningDataModule):
         ):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
+        self.augmenter = make_augmenter(augment, wrist_cameras, seed)
         split_episodes(2, val_fraction, seed)  # refuses a bad fraction here, not after the data were read
         self.sources = [
             source.with_defaults(
@@ -113,6 +119,8 @@ class LeRobotDataModule(pl.LightningDataModule):
                 f"batch_size={self.batch_size}, so drop_last=True leaves no batch; use a smaller batch_size"
             )
         self._train_order()
+        if self.augmenter is not None:
+            self.augmenter.check(self.cameras)
         _ = self.statistics
 
     def connect_policy(self, config: PolicyShape) -> None:
@@ -196,6 +204,13 @@ class LeRobotDataModule(pl.LightningDataModule):
         if not weights:
             return EpochSampler(self.train_data, self.seed)
         return MixtureSampler([len(part) for part in self.train_data.parts], weights, self.seed)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Varies the images of a training batch; validation sees them as they are."""
+        if self.augmenter is None or self.trainer is None or not self.trainer.training:
+            return batch
+        # The loop counts this batch only after the transfer.
+        return self.augmenter(batch, self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_idx + 1)
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """Batches of the validation episodes in order; an empty list when there are none."""
@@ -342,6 +357,7 @@ class LeRobotDataModule(pl.LightningDataModule):
             "delta_actions": list(self.delta_actions),
             "constant_dimensions": stats.constant_dimensions(self.statistics),
             "images_in_memory": self.preload,
+            "augmentation": self.augmenter.report_facts(self.cameras) if self.augmenter is not None else "off",
             **self._recordings(),
         }
 
