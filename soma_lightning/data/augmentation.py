@@ -10,6 +10,7 @@ Shape letters: B batch, h/w image size, K draws a sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -24,6 +25,8 @@ from torch.nn import functional
 from soma_lightning.contract import CAMERA_OF_OBSERVATION, IMAGE_PREFIX
 from soma_lightning.data.lerobot_format import INDEX
 
+#: Key of a batch's draws on their way to the device.
+DRAWS = "augmentation_draws"
 Preset = Literal["off", "light", "openpi", False]
 _DRAWS = ("shift_x", "shift_y", "crop_x", "crop_y", "rotation", "brightness", "contrast", "saturation")
 
@@ -62,12 +65,12 @@ class ImageAugmentation:
         """Whether it crops or rotates."""
         return self.crop < 1 or self.rotation_deg > 0
 
-    def __call__(self, images: Tensor, draws: NDArray[np.float64], *, is_wrist: bool = False) -> Tensor:
+    def __call__(self, images: Tensor, draws: Tensor, *, is_wrist: bool = False) -> Tensor:
         """Varied images of the same shape and dtype (uint8 is rounded).
 
-        images: uint8 or float (0..1) [B, 3, h, w]. draws: [B, K] in -1..1, the columns of `uniform_draws`.
+        images: uint8 or float (0..1) [B, 3, h, w]. draws: float32 [B, K] in -1..1 on their device (`uniform_draws`).
         """
-        amount = {name: draws[:, column] for column, name in enumerate(_DRAWS)}
+        amount = dict(zip(_DRAWS, draws.unbind(1), strict=True))
         if self.shift_px:
             images = self._shifted(images, amount)
         warps = self.warps and not is_wrist
@@ -77,41 +80,38 @@ class ImageAugmentation:
         pixels = images.float()
         if warps:
             pixels = self._warped(pixels, amount)
-        pixels = self._coloured(pixels, amount).clamp_(0.0, limit)
+        pixels = self._coloured(pixels, amount).clamp(0.0, limit)
         return pixels.to(images.dtype) if images.is_floating_point() else pixels.round_().to(images.dtype)
 
-    def _shifted(self, images: Tensor, amount: Mapping[str, NDArray[np.float64]]) -> Tensor:
+    def _shifted(self, images: Tensor, amount: Mapping[str, Tensor]) -> Tensor:
         """out[y, x] = in[y - dy, x - dx], coordinates kept inside the image."""
         height, width = images.shape[2:]
         rows_Bh = self._moved(height, amount["shift_y"])
         columns_Bw = self._moved(width, amount["shift_x"])
-        pixel_BN = (
-            (rows_Bh[:, :, None] * width + columns_Bw[:, None, :]).flatten(1).to(images.device, non_blocking=True)
-        )
+        pixel_BN = (rows_Bh[:, :, None] * width + columns_Bw[:, None, :]).flatten(1)
         source_BCN = pixel_BN[:, None].expand(-1, images.shape[1], -1)
         return images.flatten(2).gather(2, source_BCN).view_as(images)
 
-    def _moved(self, length: int, draw: NDArray[np.float64]) -> Tensor:
+    def _moved(self, length: int, draw: Tensor) -> Tensor:
         """Where each of `length` coordinates is read, int64 [B, length]; all 2 * shift_px + 1 shifts equally likely."""
-        shift = np.floor((draw + 1) / 2 * (2 * self.shift_px + 1)).astype(np.int64) - self.shift_px
-        return (torch.arange(length) - torch.from_numpy(shift)[:, None]).clamp(0, length - 1)
+        shift = ((draw + 1) / 2 * (2 * self.shift_px + 1)).floor().long() - self.shift_px
+        return (torch.arange(length, device=draw.device) - shift[:, None]).clamp(0, length - 1)
 
-    def _warped(self, pixels: Tensor, amount: Mapping[str, NDArray[np.float64]]) -> Tensor:
+    def _warped(self, pixels: Tensor, amount: Mapping[str, Tensor]) -> Tensor:
         """Output pixel p shows the input at crop centre + crop * R(p), p from the image's centre (y points down)."""
         height, width = pixels.shape[2:]
-        angle = np.radians(self.rotation_deg * amount["rotation"])
-        cos, sin = self.crop * np.cos(angle), self.crop * np.sin(angle)
+        angle = amount["rotation"] * math.radians(self.rotation_deg)
+        cos, sin = self.crop * angle.cos(), self.crop * angle.sin()
         # In grid_sample's units half a side is 1; a positive angle turns the picture counter-clockwise.
-        x = np.stack([cos, -sin * height / width, (1 - self.crop) * amount["crop_x"]], axis=1)
-        y = np.stack([sin * width / height, cos, (1 - self.crop) * amount["crop_y"]], axis=1)
-        theta = torch.from_numpy(np.stack([x, y], axis=1)).to(pixels.device, torch.float32, non_blocking=True)
-        grid = functional.affine_grid(theta, list(pixels.shape), align_corners=False)
+        x = torch.stack([cos, -sin * height / width, (1 - self.crop) * amount["crop_x"]], dim=1)
+        y = torch.stack([sin * width / height, cos, (1 - self.crop) * amount["crop_y"]], dim=1)
+        grid = functional.affine_grid(torch.stack([x, y], dim=1), list(pixels.shape), align_corners=False)
         return functional.grid_sample(pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
-    def _coloured(self, pixels: Tensor, amount: Mapping[str, NDArray[np.float64]]) -> Tensor:
+    def _coloured(self, pixels: Tensor, amount: Mapping[str, Tensor]) -> Tensor:
         def factor(name: str) -> Tensor:
-            values = 1 + getattr(self, name) * amount[name]
-            return torch.from_numpy(values).to(pixels.device, torch.float32, non_blocking=True).view(-1, 1, 1, 1)
+            spread: float = getattr(self, name)
+            return (1 + spread * amount[name]).view(-1, 1, 1, 1)
 
         if self.brightness:
             pixels = pixels * factor("brightness")
@@ -128,12 +128,13 @@ PRESETS = {
 }
 
 
-def uniform_draws(seed: int, epoch: int, batch_idx: int, camera: str, frames: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [-1, 1), float64 [B, K], of the frames with these indices int64 [B]."""
+def uniform_draws(seed: int, epoch: int, batch_idx: int, camera: str, frames: Tensor) -> Tensor:
+    """Numbers in [-1, 1), float32 [B, K] on the CPU, of the frames with these indices, int64 [B] on the CPU."""
     state = np.zeros((len(frames), 1), np.uint64)
-    for value in (seed, epoch, batch_idx, crc32(camera.encode()), frames[:, None], np.arange(len(_DRAWS))):
+    for value in (seed, epoch, batch_idx, crc32(camera.encode()), frames.numpy()[:, None], np.arange(len(_DRAWS))):
         state = _mixed(state + np.asarray(value, np.uint64))
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
+    # The 24 leading bits are exact in float32, so that no draw is rounded up to 1.
+    return torch.from_numpy((state >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0))
 
 
 def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -145,25 +146,30 @@ def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class BatchAugmenter:
-    """Varies every camera of a batch (`contract.TRAINING_BATCH` with `index`), on the batch's device.
+    """Varies every camera of a batch (`contract.TRAINING_BATCH` with `index`): `augmenter(augmenter.draw(batch, ...))`.
 
-    wrist_cameras: camera keys; None takes those with "wrist" in their name, and the contract's wrist camera.
+    Draws are made on the host, where the frame numbers are; they move to the device with the batch, so that it is never
+    waited for. wrist_cameras: camera keys; None takes those with "wrist" in their name, and the contract's wrist
+    camera.
     """
 
     def __init__(self, augmentation: ImageAugmentation, wrist_cameras: Sequence[str] | None, seed: int) -> None:
         self.augmentation, self.wrist_cameras, self.seed = augmentation, wrist_cameras, seed
 
-    def __call__(self, batch: Mapping[str, Any], epoch: int, batch_idx: int) -> dict[str, Any]:
-        """A batch with other images; everything else is the same object."""
-        frames = batch[INDEX].cpu().numpy()
+    def draw(self, batch: Mapping[str, Any], epoch: int, batch_idx: int) -> dict[str, Any]:
+        """The batch (on the CPU) with its draws: float32 [B, cameras, K] under `DRAWS`."""
+        cameras = [key for key in batch if key.startswith(IMAGE_PREFIX)]
+        drawn = [uniform_draws(self.seed, epoch, batch_idx, camera, batch[INDEX]) for camera in cameras]
+        return {**batch, DRAWS: torch.stack(drawn, dim=1)} if cameras else dict(batch)
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch with other images and without draws, on its device; everything else is the same object."""
+        cameras = [key for key in batch if key.startswith(IMAGE_PREFIX)]
         varied = {
-            key: self.augmentation(
-                images, uniform_draws(self.seed, epoch, batch_idx, key, frames), is_wrist=self.is_wrist(key)
-            )
-            for key, images in batch.items()
-            if key.startswith(IMAGE_PREFIX)
+            camera: self.augmentation(batch[camera], batch[DRAWS][:, i], is_wrist=self.is_wrist(camera))
+            for i, camera in enumerate(cameras)
         }
-        return {**batch, **varied}
+        return {key: varied.get(key, value) for key, value in batch.items() if key != DRAWS}
 
     def check(self, cameras: Sequence[str]) -> None:
         """Raises ValueError for a wrist camera that the data do not have."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from soma_lightning.contract import ACTION, STATE, Statistics
 from soma_lightning.data import lerobot_format as fmt
 from soma_lightning.data import statistics as stats
-from soma_lightning.data.augmentation import ImageAugmentation, Preset, make_augmenter
+from soma_lightning.data.augmentation import DRAWS, ImageAugmentation, Preset, make_augmenter
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.lerobot_batches import FrameBatches, as_is
 from soma_lightning.data.sampling import EpochSampler, MixtureSampler, ResumableDataLoader, split_episodes
@@ -205,12 +205,16 @@ class LeRobotDataModule(pl.LightningDataModule):
             return EpochSampler(self.train_data, self.seed)
         return MixtureSampler([len(part) for part in self.train_data.parts], weights, self.seed)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Varies the images of a training batch; validation sees them as they are."""
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Draws how the images of a training batch are varied."""
         if self.augmenter is None or self.trainer is None or not self.trainer.training:
             return batch
         # The loop counts this batch only after the transfer.
-        return self.augmenter(batch, self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_idx + 1)
+        return self.augmenter.draw(batch, self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_idx + 1)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Varies the images of a training batch; validation sees them as they are."""
+        return self.augmenter(batch) if self.augmenter is not None and DRAWS in batch else batch
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """Batches of the validation episodes in order; an empty list when there are none."""

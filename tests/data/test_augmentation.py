@@ -23,8 +23,8 @@ CAMERA, WRIST = "observation.images.image", "observation.images.image2"
 SHIFT_X, SHIFT_Y, CROP_X, CROP_Y, ROTATION, BRIGHTNESS, CONTRAST, SATURATION = range(8)
 
 
-def draws(size: int = 1, **columns: float) -> np.ndarray:
-    made = np.zeros((size, 8))
+def draws(size: int = 1, **columns: float) -> torch.Tensor:
+    made = torch.zeros(size, 8)
     for name, value in columns.items():
         made[:, globals()[name]] = value
     return made
@@ -81,9 +81,12 @@ SETTINGS = {
 def test_equals_a_plain_loop(name: str, is_wrist: bool):
     settings, size = SETTINGS[name], 3
     images = torch.randint(0, 256, (size, 3, 11, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    drawn = uniform_draws(5, 1, 2, CAMERA, np.arange(size))
+    drawn = uniform_draws(5, 1, 2, CAMERA, torch.arange(size))
     expected = np.stack(
-        [reference(i.double().numpy(), settings, d, is_wrist) for i, d in zip(images, drawn, strict=True)]
+        [
+            reference(i.double().numpy(), settings, d, is_wrist)
+            for i, d in zip(images, drawn.double().numpy(), strict=True)
+        ]
     )
     got = settings(images, drawn, is_wrist=is_wrist)
     assert (got.dtype, got.shape) == (torch.uint8, images.shape)
@@ -95,7 +98,7 @@ def test_equals_a_plain_loop(name: str, is_wrist: bool):
 
 def test_without_ranges_nothing_changes():
     images = torch.randint(0, 256, (4, 3, 9, 7), dtype=torch.uint8)
-    drawn = uniform_draws(0, 0, 0, CAMERA, np.arange(4))
+    drawn = uniform_draws(0, 0, 0, CAMERA, torch.arange(4))
     assert torch.equal(ImageAugmentation()(images, drawn), images)
     for settings in PRESETS.values():
         still = draws(4, SHIFT_X=0.0, SHIFT_Y=0.0)
@@ -123,17 +126,17 @@ def test_a_marked_pixel_moves_as_described():
 
 
 def test_draws_are_uniform_and_of_their_key_alone():
-    frames = np.arange(20_000)
-    drawn = uniform_draws(3, 1, 7, CAMERA, frames)
+    frames = torch.arange(20_000)
+    drawn = uniform_draws(3, 1, 7, CAMERA, frames).numpy()
     assert drawn.min() >= -1
     assert drawn.max() < 1
     np.testing.assert_allclose(drawn.mean(0), 0, atol=0.02)
     np.testing.assert_allclose(drawn.var(0), 1 / 3, rtol=0.03)
     assert np.abs(np.corrcoef(drawn.T) - np.eye(8)).max() < 0.03
     part = frames[[5, 17, 4]]
-    np.testing.assert_array_equal(uniform_draws(3, 1, 7, CAMERA, part), drawn[part])
+    np.testing.assert_array_equal(uniform_draws(3, 1, 7, CAMERA, part), drawn[part.numpy()])
     for key in ((4, 1, 7, CAMERA), (3, 2, 7, CAMERA), (3, 1, 8, CAMERA), (3, 1, 7, WRIST), (1, 3, 7, CAMERA)):
-        other = uniform_draws(*key, frames)
+        other = uniform_draws(*key, frames).numpy()
         assert np.abs([np.corrcoef(drawn[:, k], other[:, k])[0, 1] for k in range(8)]).max() < 0.03
 
 
@@ -144,8 +147,10 @@ def test_wrist_cameras():
     turning = ImageAugmentation(rotation_deg=45)
 
     def turned(wrist: list[str] | None) -> set[str]:
-        out = make_augmenter(turning, wrist, 0)(batch, 0, 0)
+        augmenter = make_augmenter(turning, wrist, 0)
+        out = augmenter(augmenter.draw(batch, 0, 0))
         assert out["task"] is batch["task"]
+        assert list(out) == list(batch)
         return {name for name in names if not torch.equal(out[name], images)}
 
     assert turned(None) == {CAMERA}
