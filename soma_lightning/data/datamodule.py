@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,8 +16,10 @@ from soma_lightning.contract import ACTION, STATE, Statistics
 from soma_lightning.data import lerobot_format as fmt
 from soma_lightning.data import statistics as stats
 from soma_lightning.data.augmentation import DRAWS, ImageAugmentation, Preset, make_augmenter
+from soma_lightning.data.facts import recording_facts, source_facts
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.lerobot_batches import FrameBatches, as_is
+from soma_lightning.data.lerobot_images import GIB
 from soma_lightning.data.sampling import EpochSampler, MixtureSampler, ResumableDataLoader, split_episodes
 from soma_lightning.data.sources import DataSource, as_sources, check_disjoint, choose_episodes
 from soma_lightning.models.normalization import load_statistics
@@ -341,9 +343,12 @@ class LeRobotDataModule(pl.LightningDataModule):
     def report_facts(self) -> dict[str, Any]:
         """What a run report says about the data (JSON-ready)."""
         val = self.val_data
+        order = self._train_order()
+        sizes = [len(part) for part in self.train_data.parts]
+        counts = order.counts if isinstance(order, MixtureSampler) else sizes
         return {
             "data_sets": [str(root) for root in self.roots],
-            "sources": self._source_facts(),
+            "sources": source_facts(self.sources, sizes, counts),
             "train_episodes": sum(len(train) for train, _ in self.splits),
             "val_episodes": sum(len(val_episodes) for _, val_episodes in self.splits),
             "train_frames": len(self.train_data),
@@ -362,32 +367,15 @@ class LeRobotDataModule(pl.LightningDataModule):
             "constant_dimensions": stats.constant_dimensions(self.statistics),
             "images_in_memory": self.preload,
             "augmentation": self.augmenter.report_facts(self.cameras) if self.augmenter is not None else "off",
-            **self._recordings(),
+            **recording_facts(self.roots),
         }
 
-    def _source_facts(self) -> list[dict[str, Any]]:
-        """Of each source: its filters, its share of the samples, and how often an epoch reads its training frames."""
-        sizes = [len(part) for part in self.train_data.parts]
-        order = self._train_order()
-        counts = order.counts if isinstance(order, MixtureSampler) else sizes
-        return [
-            {
-                "root": source.root,
-                **source.filters,
-                "train_frames": size,
-                "share": count / sum(sizes),
-                "passes_per_epoch": count / size,
-            }
-            for source, size, count in zip(self.sources, sizes, counts, strict=True)
-        ]
-
-    def _recordings(self) -> dict[str, Any]:
-        """Where demonstrations of `soma demos` came from and their initial states; nothing for other data sets."""
-        files = [Path(root) / fmt.RECORDING_FILE for root in self.roots]
-        recordings = [json.loads(file.read_text()) for file in files if file.is_file()]
-        if not recordings:
-            return {}
-        sources = [f"{r['environment']}, seed {r['seed']}, stream {r['init_state_stream']}" for r in recordings]
-        tasks = [task for recording in recordings for task in recording["tasks"]]
-        states = [f"{task['task']} {state}" for task in tasks for state in task["init_states"]]
-        return {"demonstrations": sources, "demonstration_init_states": states}
+    def loading_advice(self) -> str:
+        """What would make batches come faster, for a run that waits for them."""
+        ways = [f"raise data.num_workers (now {self.num_workers}; this machine has {os.cpu_count()} cores)"]
+        needed = sum(part.decoded_bytes for part in self._parts) / GIB
+        if not self.preload:
+            ways.append(f"set data.preload=true (the decoded images take {needed:.1f} GiB in every process)")
+        if any(key in part.info.video_keys for part in self.train_data.parts for key in part.cameras):
+            ways.append("store embedded images (dtype 'image') instead of videos, which take longer to decode")
+        return ", or ".join(ways)

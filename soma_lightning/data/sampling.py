@@ -6,6 +6,7 @@ that number in its checkpoints through `state_dict`, and the loader of a resumed
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,6 +127,9 @@ class ResumableDataLoader(DataLoader[Any]):
     otherwise. Prefetched batches that nobody received are not counted.
     """
 
+    #: Seconds that its readers have waited for batches, over all epochs.
+    waited_s = 0.0
+
     @cached_property
     def _position(self) -> _Position:
         return _Position(epoch=self._epochs.epoch)
@@ -148,7 +152,7 @@ class ResumableDataLoader(DataLoader[Any]):
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         position, sampler = self._position, self._epochs
         first = True
-        for batch in batches:
+        for batch in self._timed(batches):
             if first:
                 position.delivered = position.start if sampler.epoch == position.epoch else 0
                 position.epoch, position.start, first = sampler.epoch, 0, False
@@ -160,6 +164,15 @@ class ResumableDataLoader(DataLoader[Any]):
             position.delivered = 0
             position.epoch = sampler.epoch + 1
             sampler.set_epoch(position.epoch)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)  # no batch is None
+            self.waited_s += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
 
     def state_dict(self) -> dict[str, int]:
         """{"epoch", "batches"}: the batches of that epoch which were handed out. A finished epoch is the next one's
