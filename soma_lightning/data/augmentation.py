@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -27,7 +27,6 @@ from soma_lightning.data.lerobot_format import INDEX
 
 #: Key of a batch's draws on their way to the device.
 DRAWS = "augmentation_draws"
-Preset = Literal["off", "light", "openpi", False]
 _DRAWS = ("shift_x", "shift_y", "crop_x", "crop_y", "rotation", "brightness", "contrast", "saturation")
 
 
@@ -187,14 +186,15 @@ class BatchAugmenter:
 
 
 def make_augmenter(
-    augment: Preset | ImageAugmentation, wrist_cameras: Sequence[str] | None, seed: int
+    augment: str | bool | ImageAugmentation, wrist_cameras: Sequence[str] | None, seed: int
 ) -> BatchAugmenter | None:
     """None for "off". Raises ValueError for unknown presets, and for wrist cameras that make no difference."""
-    if isinstance(augment, ImageAugmentation) or augment is False:  # YAML reads off as False
-        chosen = augment or None
-    elif augment in ("off", *PRESETS):
-        chosen = PRESETS.get(augment)
-    else:
+    chosen: ImageAugmentation | None = None
+    if isinstance(augment, ImageAugmentation):
+        chosen = augment
+    elif isinstance(augment, str) and augment in PRESETS:
+        chosen = PRESETS[augment]
+    elif augment not in ("off", False):  # YAML reads off as False
         raise ValueError(f"augment={augment!r} is unknown; known: off, {', '.join(PRESETS)}, or an ImageAugmentation")
     if wrist_cameras is not None and not (chosen and chosen.warps):
         raise ValueError(

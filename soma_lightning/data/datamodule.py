@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from soma_lightning.contract import ACTION, STATE, Statistics
 from soma_lightning.data import lerobot_format as fmt
 from soma_lightning.data import statistics as stats
-from soma_lightning.data.augmentation import DRAWS, ImageAugmentation, Preset, make_augmenter
+from soma_lightning.data.augmentation import DRAWS, ImageAugmentation, make_augmenter
 from soma_lightning.data.facts import recording_facts, source_facts
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.lerobot_batches import FrameBatches, as_is
@@ -72,7 +72,7 @@ class LeRobotDataModule(pl.LightningDataModule):
         state_indices: list[int] | None = None,
         action_indices: list[int] | None = None,
         preload_limit_gib: float = 8.0,
-        augment: Preset | ImageAugmentation = "off",
+        augment: str | bool | ImageAugmentation = "off",
         wrist_cameras: list[str] | None = None,
     ) -> None:
         super().__init__()

@@ -71,11 +71,18 @@ def check_compatible(first: LeRobotDataset, second: LeRobotDataset) -> None:
         }
         for data in (first, second)
     ]
+    ways_out = {
+        "fps": "resample one of them",
+        "cameras": "map each source's cameras to the same names (cameras)",
+        "image sizes": "resize the images of one of them",
+        "state dimension": "choose the same dimensions of each source (state_indices)",
+        "action dimension": "choose the same dimensions of each source (action_indices)",
+    }
     for name, value in facts[0].items():
         if value != facts[1][name]:
             raise ValueError(
                 f"the data sets '{first.root}' and '{second.root}' cannot be trained on together: {name} {value} and "
-                f"{facts[1][name]}; give each source its cameras, state_indices and action_indices"
+                f"{facts[1][name]}; {ways_out[name]}"
             )
 
 

@@ -28,7 +28,7 @@ class DataSource:
     last). tasks: instructions, of which all of an episode's must match one; `*`, `?` and `[...]` as in file names.
     min_length, max_length: frames, both included. max_episodes: only the first ones of those.
 
-    Raises ValueError for values out of range.
+    Values are checked by the data module (`as_sources`).
     """
 
     root: str
@@ -46,7 +46,8 @@ class DataSource:
     action_scale: list[float] | None = None
     action_offset: list[float] | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises ValueError for values out of range."""
         if self.weight is not None and not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(
                 f"weight={self.weight} of '{self.root}' must be a positive number; leave a source out to draw nothing"
@@ -86,11 +87,16 @@ SourceLike: TypeAlias = str | Path | DataSource | Mapping[str, Any]
 
 
 def as_sources(root: SourceLike | Sequence[SourceLike]) -> list[DataSource]:
-    """Every source of a mixture. Raises ValueError when there is none, for unknown fields, for weights of some only."""
+    """Every source of a mixture.
+
+    Raises ValueError when there is none, for unknown fields, for values out of range, for weights of some only.
+    """
     entries = [root] if isinstance(root, str | Path | DataSource | Mapping) else list(root)
     sources = [_as_source(entry) for entry in entries]
     if not sources:
         raise ValueError("root is empty; name at least one data set folder")
+    for source in sources:
+        source.check()  # not when it is built: a command line would hide the message among all types that it tried
     unweighted = [source.root for source in sources if source.weight is None]
     if 0 < len(unweighted) < len(sources):
         raise ValueError(f"{unweighted} have no weight, but other sources have; give every source a weight, or none")

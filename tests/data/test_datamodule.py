@@ -224,9 +224,9 @@ class TestSeveralDataSets:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"action_dim": 3}, "action dimension 2 and 3"),
+            ({"action_dim": 3}, r"action dimension 2 and 3; choose .* \(action_indices\)"),
             ({"state_dim": 4}, "state dimension 3 and 4"),
-            ({"fps": 20}, "fps 10 and 20"),
+            ({"fps": 20}, "fps 10 and 20; resample"),
             ({"size": 9}, r"image sizes .*\(8, 8\).* and .*\(9, 9\)"),
             ({"cameras": ("observation.images.top",)}, r"cameras \['observation.images.image'\] and \['.*top'\]"),
         ],
