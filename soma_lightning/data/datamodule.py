@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,9 +15,13 @@ from torch.utils.data import DataLoader
 from soma_lightning.contract import ACTION, STATE, Statistics
 from soma_lightning.data import lerobot_format as fmt
 from soma_lightning.data import statistics as stats
+from soma_lightning.data.augmentation import DRAWS, ImageAugmentation, make_augmenter
+from soma_lightning.data.facts import recording_facts, source_facts
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.lerobot_batches import FrameBatches, as_is
-from soma_lightning.data.sampling import EpochSampler, ResumableDataLoader, split_episodes
+from soma_lightning.data.lerobot_images import GIB
+from soma_lightning.data.sampling import EpochSampler, MixtureSampler, ResumableDataLoader, split_episodes
+from soma_lightning.data.sources import DataSource, as_sources, check_disjoint, choose_episodes
 from soma_lightning.models.normalization import load_statistics
 
 
@@ -31,17 +35,20 @@ class PolicyShape(Protocol):
 class LeRobotDataModule(pl.LightningDataModule):
     """One or several LeRobot v3.0 data sets, split into training and validation by episode.
 
-    root: folder, or list of folders whose frames are drawn with equal weight. batch_size: frames per rank.
+    root: folder or `DataSource` (filters, weight, maps of its own), or a list of them. Without weights an epoch draws
+    every frame once, so a data set's share is proportional to its frames; with weights an epoch has as many samples.
+    batch_size: frames per rank.
     chunk_size: H, actions per sample; None takes the policy's (`connect_policy`).
-    cameras: {key in the data set: key that the policy knows}; None keeps the data set's own names.
     statistics: "dataset" reads `meta/stats.json` of a single data set when it has quantiles and computes exact
     statistics otherwise; "computed" always computes; anything else is a JSON file of that form, by path or as the name
     of a packaged one ("somatable_statistics").
     val_fraction: share of each data set's episodes for validation, 0 for none. max_episodes: use only the first ones
-    of each data set. seed: decides the split and the order of every epoch.
+    of each data set; sources may say their own. seed: decides the split and the order of every epoch.
     drop_last: leave out the last, smaller training batch.
     preload: decode all images once into memory (up to preload_limit_gib GiB).
-    state_key, action_key, state_indices, action_indices: as in `LeRobotDataset`.
+    augment: "off", "light", "openpi" or an `ImageAugmentation`: varies the images of training batches on their device.
+    wrist_cameras: the policy's names of the cameras that are neither cropped nor rotated (see `BatchAugmenter`).
+    cameras, state_key, action_key, state_indices, action_indices: as in `LeRobotDataset`; sources may say their own.
 
     Batches: `contract.TRAINING_BATCH` plus `index` and `episode_index` int64 [B], which count on over the data sets.
     The order of an epoch depends on (seed, epoch) alone, and a run resumed inside an epoch sees its remaining batches.
@@ -49,7 +56,7 @@ class LeRobotDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        root: str | list[str],
+        root: str | DataSource | list[str | DataSource],
         batch_size: int = 32,
         chunk_size: int | None = None,
         cameras: dict[str, str] | None = None,
@@ -65,13 +72,10 @@ class LeRobotDataModule(pl.LightningDataModule):
         state_indices: list[int] | None = None,
         action_indices: list[int] | None = None,
         preload_limit_gib: float = 8.0,
+        augment: str | bool | ImageAugmentation = "off",
+        wrist_cameras: list[str] | None = None,
     ) -> None:
         super().__init__()
-        self.roots = [root] if isinstance(root, str | Path) else list(root)
-        if not self.roots:
-            raise ValueError("root is empty; name at least one data set folder")
-        if len({Path(folder).resolve() for folder in self.roots}) != len(self.roots):
-            raise ValueError(f"root names a data set twice, so its frames would count twice: {self.roots}")
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("num_workers", num_workers, 0),
@@ -81,10 +85,25 @@ class LeRobotDataModule(pl.LightningDataModule):
         ):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
+        self.augmenter = make_augmenter(augment, wrist_cameras, seed)
         split_episodes(2, val_fraction, seed)  # refuses a bad fraction here, not after the data were read
+        self.sources = [
+            source.with_defaults(
+                max_episodes=max_episodes,
+                cameras=cameras,
+                state_key=state_key,
+                action_key=action_key,
+                state_indices=state_indices,
+                action_indices=action_indices,
+            )
+            for source in as_sources(root)
+        ]
+        self.roots = [source.root for source in self.sources]
+        unfiltered = [Path(source.root).resolve() for source in self.sources if not source.filters]
+        if len(set(unfiltered)) != len(unfiltered):
+            raise ValueError(f"root names a data set twice, so its frames would count twice: {self.roots}")
         self.batch_size = batch_size
         self.chunk_size = chunk_size
-        self.camera_map = cameras
         self.statistics_choice = statistics
         self.val_fraction = val_fraction
         self.num_workers = num_workers
@@ -92,9 +111,7 @@ class LeRobotDataModule(pl.LightningDataModule):
         self.preload_limit_gib = preload_limit_gib
         self.seed = seed
         self.drop_last = drop_last
-        self.max_episodes = max_episodes
-        self.state_key, self.action_key = state_key, action_key
-        self.state_indices, self.action_indices = state_indices, action_indices
+        self.delta_actions: tuple[int, ...] = ()  # the policy's
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the data sets once. Raises what `LeRobotDataset` raises, and ValueError when no batch would be full."""
@@ -103,12 +120,15 @@ class LeRobotDataModule(pl.LightningDataModule):
                 f"the training episodes of {self.roots} have {len(self.train_data)} frames, fewer than "
                 f"batch_size={self.batch_size}, so drop_last=True leaves no batch; use a smaller batch_size"
             )
+        self._train_order()
+        if self.augmenter is not None:
+            self.augmenter.check(self.cameras)
         _ = self.statistics
 
     def connect_policy(self, config: PolicyShape) -> None:
-        """Takes the chunk size from the policy's configuration, unless it was given here.
+        """Takes the chunk size from the policy's configuration, unless it was given here, and its `delta_actions`.
 
-        Raises ValueError when the one given here is another.
+        Raises ValueError when the chunk size given here is another.
         """
         if self.chunk_size is None:
             self.chunk_size = config.chunk_size
@@ -117,6 +137,10 @@ class LeRobotDataModule(pl.LightningDataModule):
                 f"data.chunk_size={self.chunk_size} differs from the policy's chunk_size={config.chunk_size}; leave "
                 "the data module's out to take the policy's"
             )
+        deltas = tuple(getattr(config, "delta_actions", ()))
+        if deltas != self.delta_actions:
+            self.delta_actions = deltas
+            self.__dict__.pop("_statistics_and_source", None)
 
     def _prepare_chunks(self) -> None:
         if self.chunk_size is None:
@@ -127,36 +151,34 @@ class LeRobotDataModule(pl.LightningDataModule):
     @cached_property
     def splits(self) -> list[tuple[list[int], list[int]]]:
         """(training episodes, validation episodes) of each data set."""
+        chosen = [choose_episodes(source) for source in self.sources]
+        check_disjoint(self.sources, chosen)
         splits = []
-        for root in self.roots:
-            count = fmt.load_info(Path(root)).total_episodes
-            splits.append(split_episodes(min(count, self.max_episodes or count), self.val_fraction, self.seed))
+        for episodes in chosen:
+            train, val = split_episodes(len(episodes), self.val_fraction, self.seed)
+            splits.append(([episodes[i] for i in train], [episodes[i] for i in val]))
         return splits
 
     @cached_property
     def train_data(self) -> FrameBatches:
         """Frames of the training episodes."""
-        return FrameBatches([self._open(root, train) for root, (train, _) in zip(self.roots, self.splits, strict=True)])
+        return FrameBatches([self._open(s, train) for s, (train, _) in zip(self.sources, self.splits, strict=True)])
 
     @cached_property
     def val_data(self) -> FrameBatches | None:
         """Frames of the validation episodes; None when there are none."""
-        parts = [self._open(root, val) for root, (_, val) in zip(self.roots, self.splits, strict=True) if val]
+        parts = [self._open(s, val) for s, (_, val) in zip(self.sources, self.splits, strict=True) if val]
         return FrameBatches(parts) if parts else None
 
-    def _open(self, root: str, episodes: list[int]) -> LeRobotDataset:
+    def _open(self, source: DataSource, episodes: list[int]) -> LeRobotDataset:
         with torch.inference_mode(False):  # validation may open the data first; training must be able to use it
             return LeRobotDataset(
-                root,
+                source.root,
                 self.chunk_size or 1,
                 episodes=episodes,
-                cameras=self.camera_map,
-                state_key=self.state_key,
-                action_key=self.action_key,
-                state_indices=self.state_indices,
-                action_indices=self.action_indices,
                 preload=self.preload,
                 preload_limit_gib=self.preload_limit_gib,
+                **source.reading,
             )
 
     @property
@@ -170,7 +192,7 @@ class LeRobotDataModule(pl.LightningDataModule):
         return ResumableDataLoader(
             self.train_data,
             batch_size=self.batch_size,
-            sampler=EpochSampler(self.train_data, self.seed),
+            sampler=self._train_order(),
             drop_last=self.drop_last,
             num_workers=self.num_workers,
             collate_fn=as_is,
@@ -178,6 +200,23 @@ class LeRobotDataModule(pl.LightningDataModule):
             multiprocessing_context=self._worker_start,
             persistent_workers=self.num_workers > 0,
         )
+
+    def _train_order(self) -> EpochSampler:
+        weights = [source.weight for source in self.sources if source.weight is not None]
+        if not weights:
+            return EpochSampler(self.train_data, self.seed)
+        return MixtureSampler([len(part) for part in self.train_data.parts], weights, self.seed)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Draws how the images of a training batch are varied."""
+        if self.augmenter is None or self.trainer is None or not self.trainer.training:
+            return batch
+        # The loop counts this batch only after the transfer.
+        return self.augmenter.draw(batch, self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_idx + 1)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Varies the images of a training batch; validation sees them as they are."""
+        return self.augmenter(batch) if self.augmenter is not None and DRAWS in batch else batch
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """Batches of the validation episodes in order; an empty list when there are none."""
@@ -223,6 +262,8 @@ class LeRobotDataModule(pl.LightningDataModule):
         if self.statistics_choice not in ("dataset", "computed"):
             statistics = load_statistics(stats.find_statistics(self.statistics_choice))
             source = f"file '{self.statistics_choice}'"
+        elif self.delta_actions:
+            statistics, source = self._delta_statistics()
         elif (stored := self._stored_statistics()) is not None:
             statistics, source = stored, f"{fmt.STATS_FILE} of '{self.roots[0]}', all its episodes"
         else:
@@ -235,18 +276,33 @@ class LeRobotDataModule(pl.LightningDataModule):
         stats.check_statistics(statistics, dimensions, source)
         return {feature: statistics[feature] for feature in dimensions}, source
 
+    def _delta_statistics(self) -> tuple[Statistics, str]:
+        if self.statistics_choice == "dataset":
+            raise ValueError(
+                f"statistics='dataset' are of absolute actions, but the policy has delta_actions="
+                f"{list(self.delta_actions)}; set statistics='computed', or name a file with those of the differences"
+            )
+        self._prepare_chunks()
+        statistics = stats.compute_statistics({STATE: torch.cat([part.states for part in self._parts]).numpy()})
+        statistics[ACTION] = stats.describe_deltas(self._parts, self.delta_actions)
+        source = f"computed from {self.num_frames} frames of {self.roots}, dimensions {list(self.delta_actions)} of "
+        return statistics, f"{source}action relative to the state over chunks of {self.chunk_size}"
+
     def _stored_statistics(self) -> Statistics | None:
         """Those of the data set's own file, when it is one data set and the file has all that a policy needs."""
-        path = Path(self.roots[0]) / fmt.STATS_FILE
-        if self.statistics_choice == "computed" or len(self.roots) > 1 or not path.is_file():
+        source = self.sources[0]
+        path = Path(source.root) / fmt.STATS_FILE
+        rescaled = source.action_scale is not None or source.action_offset is not None
+        if self.statistics_choice == "computed" or len(self.sources) > 1 or rescaled or not path.is_file():
             return None
-        stored = load_statistics(path, (self.state_key, self.action_key))
-        if not stats.has_required(stored, (self.state_key, self.action_key)):
+        state_key, action_key = source.state_key or STATE, source.action_key or ACTION
+        stored = load_statistics(path, (state_key, action_key))
+        if not stats.has_required(stored, (state_key, action_key)):
             return None
         features = self.train_data.parts[0].info.features
-        full = {key: features[key].shape[0] for key in (self.state_key, self.action_key)}
+        full = {key: features[key].shape[0] for key in (state_key, action_key)}
         stats.check_statistics(stored, full, str(path))
-        chosen = ((STATE, self.state_key, self.state_indices), (ACTION, self.action_key, self.action_indices))
+        chosen = ((STATE, state_key, source.state_indices), (ACTION, action_key, source.action_indices))
         return {feature: stats.select_dimensions(stored[key], indices) for feature, key, indices in chosen}
 
     @property
@@ -287,8 +343,12 @@ class LeRobotDataModule(pl.LightningDataModule):
     def report_facts(self) -> dict[str, Any]:
         """What a run report says about the data (JSON-ready)."""
         val = self.val_data
+        order = self._train_order()
+        sizes = [len(part) for part in self.train_data.parts]
+        counts = order.counts if isinstance(order, MixtureSampler) else sizes
         return {
             "data_sets": [str(root) for root in self.roots],
+            "sources": source_facts(self.sources, sizes, counts),
             "train_episodes": sum(len(train) for train, _ in self.splits),
             "val_episodes": sum(len(val_episodes) for _, val_episodes in self.splits),
             "train_frames": len(self.train_data),
@@ -303,18 +363,19 @@ class LeRobotDataModule(pl.LightningDataModule):
             "chunk_size": self.chunk_size,
             "batch_size": self.batch_size,
             "statistics_source": self.statistics_source,
+            "delta_actions": list(self.delta_actions),
             "constant_dimensions": stats.constant_dimensions(self.statistics),
             "images_in_memory": self.preload,
-            **self._recordings(),
+            "augmentation": self.augmenter.report_facts(self.cameras) if self.augmenter is not None else "off",
+            **recording_facts(self.roots),
         }
 
-    def _recordings(self) -> dict[str, Any]:
-        """Where demonstrations of `soma demos` came from and their initial states; nothing for other data sets."""
-        files = [Path(root) / fmt.RECORDING_FILE for root in self.roots]
-        recordings = [json.loads(file.read_text()) for file in files if file.is_file()]
-        if not recordings:
-            return {}
-        sources = [f"{r['environment']}, seed {r['seed']}, stream {r['init_state_stream']}" for r in recordings]
-        tasks = [task for recording in recordings for task in recording["tasks"]]
-        states = [f"{task['task']} {state}" for task in tasks for state in task["init_states"]]
-        return {"demonstrations": sources, "demonstration_init_states": states}
+    def loading_advice(self) -> str:
+        """What would make batches come faster, for a run that waits for them."""
+        ways = [f"raise data.num_workers (now {self.num_workers}; this machine has {os.cpu_count()} cores)"]
+        needed = sum(part.decoded_bytes for part in self._parts) / GIB
+        if not self.preload:
+            ways.append(f"set data.preload=true (the decoded images take {needed:.1f} GiB in every process)")
+        if any(key in part.info.video_keys for part in self.train_data.parts for key in part.cameras):
+            ways.append("store embedded images (dtype 'image') instead of videos, which take longer to decode")
+        return ", or ".join(ways)

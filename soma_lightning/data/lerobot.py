@@ -27,7 +27,8 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
     root: folder with `meta` and `data`. chunk_size: H. episodes: which ones (None: all); frames keep the data set's
     order. cameras: {key in the data set: key that the policy knows}; None takes every camera under its own name.
     state_key, action_key: columns to read as `observation.state` and `action`. state_indices, action_indices:
-    dimensions to keep, in this order. preload: decode all images once into memory; the error names the size when they
+    dimensions to keep, in this order. action_scale, action_offset: one number a kept action dimension; actions become
+    `action * scale + offset`. preload: decode all images once into memory; the error names the size when they
     take more than `preload_limit_gib`. image_cache_mib: encoded images that each process keeps otherwise.
 
     An item is one entry of `contract.TRAINING_BATCH`: images uint8 [3, h, w], `observation.state` float32 [S],
@@ -49,6 +50,8 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         action_key: str = ACTION,
         state_indices: Sequence[int] | None = None,
         action_indices: Sequence[int] | None = None,
+        action_scale: Sequence[float] | None = None,
+        action_offset: Sequence[float] | None = None,
         preload: bool = False,
         preload_limit_gib: float = 8.0,
         image_cache_mib: int = 256,
@@ -64,11 +67,13 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
 
         self.tasks = fmt.load_tasks(self.root)
         rows = fmt.load_episodes(self.root, self.info)
-        self.episodes = _choose_episodes(self.root, episodes, len(rows))
+        self.episodes = check_episodes(self.root, episodes, len(rows))
         chosen = [rows[i] for i in self.episodes]
         self.frames = read_frames(self.root, self.info, chosen, rows, len(self.tasks), state_key, action_key)
         self._states = _choose_dimensions(self.frames.states, "state_indices", state_indices)
-        self._actions = _choose_dimensions(self.frames.actions, "action_indices", action_indices)
+        self._actions = _scaled(
+            _choose_dimensions(self.frames.actions, "action_indices", action_indices), action_scale, action_offset
+        )
         self._images = self._open_images(preload, preload_limit_gib, image_cache_mib)
 
     def _open_images(self, preloaded: bool, limit_gib: float, cache_mib: int) -> ImageSource:
@@ -96,6 +101,11 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
     def actions(self) -> Tensor:
         """The action of every frame, float32 [N, A]."""
         return torch.from_numpy(self._actions)
+
+    @property
+    def last_row(self) -> NDArray[np.int64]:
+        """Row of the last frame of each frame's episode, int64 [N]."""
+        return self.frames.last_row
 
     @property
     def fps(self) -> int:
@@ -187,7 +197,8 @@ def _choose_cameras(root: Path, info: fmt.DatasetInfo, cameras: Mapping[str, str
     return chosen
 
 
-def _choose_episodes(root: Path, episodes: Sequence[int] | None, count: int) -> list[int]:
+def check_episodes(root: Path, episodes: Sequence[int] | None, count: int) -> list[int]:
+    """The episode numbers, sorted (None: all `count`). Raises ValueError for one that is not there or named twice."""
     if episodes is None:
         return list(range(count))
     if not len(episodes):
@@ -208,3 +219,16 @@ def _choose_dimensions(
     if not indices or any(not 0 <= index < size for index in indices):
         raise ValueError(f"{argument}={list(indices)} must name dimensions 0 to {size - 1}")
     return np.ascontiguousarray(values[:, list(indices)])
+
+
+def _scaled(
+    actions: NDArray[np.float32], scale: Sequence[float] | None, offset: Sequence[float] | None
+) -> NDArray[np.float32]:
+    for argument, values in (("action_scale", scale), ("action_offset", offset)):
+        if values is not None and (len(values) != actions.shape[1] or not np.isfinite(values).all()):
+            raise ValueError(f"{argument}={list(values)} must hold {actions.shape[1]} finite numbers, one a dimension")
+    if scale is not None and 0 in scale:
+        raise ValueError(f"action_scale={list(scale)} has a 0; leave that dimension out with action_indices")
+    if scale is not None:
+        actions = actions * np.asarray(scale, np.float32)
+    return actions if offset is None else actions + np.asarray(offset, np.float32)

@@ -15,7 +15,7 @@ from soma_lightning.data.lerobot import LeRobotDataset
 
 
 class FrameBatches(Dataset[dict[str, Any]]):
-    """The frames of several data sets one after the other, each with equal weight.
+    """The frames of several data sets one after the other.
 
     `__getitems__` answers with ONE dictionary, the finished batch, so a DataLoader needs `collate_fn=as_is`. `index`
     and `episode_index` count on over the data sets.
@@ -71,11 +71,18 @@ def check_compatible(first: LeRobotDataset, second: LeRobotDataset) -> None:
         }
         for data in (first, second)
     ]
+    ways_out = {
+        "fps": "resample one of them",
+        "cameras": "map each source's cameras to the same names (cameras)",
+        "image sizes": "resize the images of one of them",
+        "state dimension": "choose the same dimensions of each source (state_indices)",
+        "action dimension": "choose the same dimensions of each source (action_indices)",
+    }
     for name, value in facts[0].items():
         if value != facts[1][name]:
             raise ValueError(
                 f"the data sets '{first.root}' and '{second.root}' cannot be trained on together: {name} {value} and "
-                f"{facts[1][name]}"
+                f"{facts[1][name]}; {ways_out[name]}"
             )
 
 

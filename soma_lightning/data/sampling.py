@@ -6,7 +6,8 @@ that number in its checkpoints through `state_dict`, and the loader of a resumed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -39,6 +40,51 @@ class EpochSampler(Sampler[int]):
         # A pair seeds the stream, so that (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in common.
         order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.data_source))
         return iter(order.tolist())
+
+
+class MixtureSampler(EpochSampler):
+    """Indices of several sources, which lie one after the other, in given shares of an epoch.
+
+    sizes: frames of each source. weights: positive; their quotients are the shares. An epoch has as many samples as
+    there are frames in all. Each source is read in passes: shuffled anew for every pass, and the next epoch goes on
+    where the last one stopped, so that frames of one source are never drawn more than one time more than others.
+    (seed, epoch) alone decide, as in `EpochSampler`.
+
+    Raises ValueError for a source that gets less than one sample an epoch.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int = 0) -> None:
+        super().__init__(range(sum(sizes)), seed)
+        self.sizes = list(sizes)
+        self.counts = _share_out(sum(sizes), weights)
+        if 0 in self.counts:
+            raise ValueError(
+                f"weights {list(weights)} leave source {self.counts.index(0)} without a single one of the "
+                f"{sum(sizes)} samples of an epoch; raise its weight or leave it out"
+            )
+
+    def __iter__(self) -> Iterator[int]:
+        starts = np.cumsum([0, *self.sizes[:-1]])
+        drawn = [start + self._drawn(source) for source, start in enumerate(starts)]
+        mixed = np.random.default_rng((self.seed, self.epoch)).permutation(np.concatenate(drawn))
+        return iter(mixed.tolist())
+
+    def _drawn(self, source: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The frames of one source in this epoch: a window of its endless sequence of shuffled passes."""
+        size, count = self.sizes[source], self.counts[source]
+        first, skip = divmod(self.epoch * count, size)
+        passes = range(first, first + (skip + count - 1) // size + 1)
+        shuffled = [np.random.default_rng((self.seed, source, number)).permutation(size) for number in passes]
+        return np.concatenate(shuffled)[skip : skip + count]
+
+
+def _share_out(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers proportional to `weights` that add up to `total` (largest remainders are rounded up)."""
+    exact = np.asarray(weights, np.float64) / sum(weights) * total
+    counts = np.floor(exact).astype(np.int64)
+    largest = np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]
+    counts[largest] += 1
+    return [int(count) for count in counts]
 
 
 class _HasEpoch(Protocol):
@@ -81,6 +127,9 @@ class ResumableDataLoader(DataLoader[Any]):
     otherwise. Prefetched batches that nobody received are not counted.
     """
 
+    #: Seconds that its readers have waited for batches, over all epochs.
+    waited_s = 0.0
+
     @cached_property
     def _position(self) -> _Position:
         return _Position(epoch=self._epochs.epoch)
@@ -103,7 +152,7 @@ class ResumableDataLoader(DataLoader[Any]):
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         position, sampler = self._position, self._epochs
         first = True
-        for batch in batches:
+        for batch in self._timed(batches):
             if first:
                 position.delivered = position.start if sampler.epoch == position.epoch else 0
                 position.epoch, position.start, first = sampler.epoch, 0, False
@@ -115,6 +164,15 @@ class ResumableDataLoader(DataLoader[Any]):
             position.delivered = 0
             position.epoch = sampler.epoch + 1
             sampler.set_epoch(position.epoch)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)  # no batch is None
+            self.waited_s += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
 
     def state_dict(self) -> dict[str, int]:
         """{"epoch", "batches"}: the batches of that epoch which were handed out. A finished epoch is the next one's

@@ -36,6 +36,16 @@ class HasStatesAndActions(Protocol):
     def actions(self) -> Tensor: ...
 
 
+class HasChunks(HasStatesAndActions, Protocol):
+    """A data set that also says where its episodes end: `last_row` int64 [N] of each frame, and H."""
+
+    @property
+    def last_row(self) -> NDArray[np.int64]: ...
+
+    @property
+    def chunk_size(self) -> int: ...
+
+
 def describe(values: NDArray[Any]) -> dict[str, NDArray[Any]]:
     """All numbers that LeRobot keeps of a feature.
 
@@ -104,6 +114,31 @@ def compute_statistics(source: HasStatesAndActions | Mapping[str, NDArray[Any]])
         described = describe(values)
         statistics[feature] = {name: described[name] for name in (*REQUIRED, "count")}
     return statistics
+
+
+def describe_deltas(parts: Sequence[HasChunks], dims: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """The numbers of `action` when its dimensions `dims` are relative to the state at the chunk's first step.
+
+    Those dimensions pool the differences of every frame's chunk at all its offsets, without the repeated steps past an
+    episode's end; the others pool the actions of all frames. `count` is the number of frames.
+    """
+    numbers = describe(np.concatenate([part.actions.numpy() for part in parts]))
+    for dim in dims:  # one at a time: all chunks of a large data set at once would be H times its size
+        described = describe(np.concatenate([_deltas(part, dim) for part in parts])[:, None])
+        for name in (*REQUIRED, *QUANTILES):
+            numbers[name][dim] = described[name][0]
+    return {name: numbers[name] for name in (*REQUIRED, "count")}
+
+
+def _deltas(part: HasChunks, dim: int) -> FloatArray:
+    """action[n + h, dim] - state[n, dim] of every frame n and offset h inside its episode."""
+    state, action = part.states.numpy()[:, dim], part.actions.numpy()[:, dim]
+    rows = np.arange(len(state))
+    pieces = []
+    for offset in range(part.chunk_size):
+        real = rows[rows + offset <= part.last_row]
+        pieces.append(action[real + offset] - state[real])  # float32, as the policy computes it
+    return np.concatenate(pieces)
 
 
 def select_dimensions(numbers: Mapping[str, NDArray[Any]], indices: Sequence[int] | None) -> dict[str, NDArray[Any]]:

@@ -1,5 +1,7 @@
 """How do raw states and actions become numbers of order one, and back? And how are the statistics stored?
 
+Actions that a policy predicts relative to the state become differences first (`to_deltas`), then the formulas hold.
+
 Formulas of the public checkpoints, per dimension:
 
     quantiles   y = 2 (x - q01) / spread - 1,  spread = q99 - q01     (openpi: + 1e-6)
@@ -115,6 +117,22 @@ class Normalizer:
 
     def _with_rest(self, done: Tensor, source: Tensor) -> Tensor:
         return done if source.shape[-1] == self.dim else torch.cat([done, source[..., self.dim :]], dim=-1)
+
+
+def to_deltas(actions: Tensor, state: Tensor, dims: Sequence[int]) -> Tensor:
+    """Actions [B, H, A] whose dimensions `dims` are differences to the same dimensions of `state` [B, S]."""
+    return _shifted(actions, state, dims, -1.0)
+
+
+def from_deltas(actions: Tensor, state: Tensor, dims: Sequence[int]) -> Tensor:
+    """Inverse of `to_deltas`: absolute actions [B, H, A]."""
+    return _shifted(actions, state, dims, 1.0)
+
+
+def _shifted(actions: Tensor, state: Tensor, dims: Sequence[int], sign: float) -> Tensor:
+    shift_BA = torch.zeros_like(actions[:, 0])
+    shift_BA[:, list(dims)] = sign * state[:, list(dims)].to(actions)
+    return actions + shift_BA[:, None]
 
 
 def _statistic(statistics: Statistics, feature: str, name: str, mode: str) -> np.ndarray:

@@ -53,6 +53,8 @@ class PI05Module(PolicyModule):
     def setup(self, stage: str) -> None:
         """Takes statistics and dimensions from the data module before anything is trained or loaded."""
         data = getattr(self.trainer, "datamodule", None)
+        if data is not None and hasattr(data, "connect_policy"):
+            data.connect_policy(self.policy.config)  # first: statistics of delta actions depend on the chunk
         if self.statistics_from == "data":
             if data is None or not hasattr(data, "statistics"):
                 raise ValueError(
@@ -60,8 +62,6 @@ class PI05Module(PolicyModule):
                     "statistics='checkpoint'"
                 )
             self.policy.set_statistics(data.statistics, source=data.statistics_source)
-        if data is not None and hasattr(data, "connect_policy"):
-            data.connect_policy(self.policy.config)
         self.policy.processor.prepare()  # a tokenizer that cannot be had is reported now, not at the first batch
         if data is not None and hasattr(data, "cameras") and hasattr(data, "tasks"):
             self.policy.processor.check_data(data.cameras, data.tasks)

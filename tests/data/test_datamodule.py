@@ -224,9 +224,9 @@ class TestSeveralDataSets:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"action_dim": 3}, "action dimension 2 and 3"),
+            ({"action_dim": 3}, r"action dimension 2 and 3; choose .* \(action_indices\)"),
             ({"state_dim": 4}, "state dimension 3 and 4"),
-            ({"fps": 20}, "fps 10 and 20"),
+            ({"fps": 20}, "fps 10 and 20; resample"),
             ({"size": 9}, r"image sizes .*\(8, 8\).* and .*\(9, 9\)"),
             ({"cameras": ("observation.images.top",)}, r"cameras \['observation.images.image'\] and \['.*top'\]"),
         ],
@@ -338,3 +338,12 @@ def test_a_resumed_fit_with_workers_sees_the_remaining_batches(record: Record, t
     root, folder = record((9, 7, 8)), tmp_path / "checkpoints"
     whole = fit(root, folder, 11, every=7)
     assert fit(root, folder, 11, None, ckpt_path=str(folder / "step=7.ckpt"), num_workers=1) == whole[7:]
+
+
+def test_advice_for_a_run_that_waits(record: Record) -> None:
+    root = str(record((5, 5), size=32))
+    advice = LeRobotDataModule(root, batch_size=2, chunk_size=1).loading_advice()
+    assert "data.num_workers (now 0; this machine has" in advice
+    assert "data.preload=true (the decoded images take 0.0 GiB" in advice
+    assert "video" not in advice
+    assert "preload" not in LeRobotDataModule(root, batch_size=2, chunk_size=1, preload=True).loading_advice()

@@ -307,3 +307,24 @@ def test_a_precision_that_casts_the_islands_is_refused(make_run, precision: str,
     trainer, module, data = make_run("run", precision=precision)
     with pytest.raises(ValueError, match="parameters were cast away from config.dtype='float32'"):
         getattr(trainer, loop)(module, data)
+
+
+def test_delta_actions_are_trained_sampled_and_exported(make_run, tmp_path: Path):
+    """The module tells the data module; the exported policy needs no further setting."""
+    trainer, module, data = make_run("run", model={"config": {"delta_actions": [0, 1, 2]}})
+    with pytest.raises(ValueError, match="statistics='dataset' are of absolute actions"):
+        trainer.fit(module, data)
+    trainer, module, data = make_run("again", model={"config": {"delta_actions": [0, 1, 2]}})
+    data.statistics_choice = "computed"
+    trainer.fit(module, data)
+    assert "relative to the state over chunks of 8" in module.policy.statistics_source
+    policy = PI05Policy.from_pretrained(tmp_path / "again" / "policy")
+    assert policy.config.delta_actions == (0, 1, 2)
+    batch = next(iter(data.val_dataloader()))
+    noise = torch.randn(len(batch["task"]), *policy.noise_shape)
+    shifted = {**batch, "observation.state": batch["observation.state"].clone()}
+    # The prompt spells the state, too; the same prompt leaves the shift alone.
+    policy.processor._bins = lambda *args: torch.zeros(len(batch["task"]), 8, dtype=torch.int64)
+    still = policy.sample_actions(batch, noise)
+    shifted["observation.state"][:, 1] += 2.0
+    torch.testing.assert_close(policy.sample_actions(shifted, noise)[..., 1], still[..., 1] + 2.0, rtol=0, atol=1e-5)

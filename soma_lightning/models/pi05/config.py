@@ -37,6 +37,8 @@ class PI05Config:
     cameras: camera keys of a batch, in slot order. empty_cameras: further slots that are always masked.
     action_dim / state_dim: real dimensions of the robot; None until the data or a checkpoint says them.
     max_action_dim: width the actions are zero-padded to (the network's own action width).
+    delta_actions: action dimensions that the network sees relative to the state's dimension of the same number at the
+    chunk's first step; batches and executed actions stay absolute, and statistics are of the differences.
     prompt: "state" spells the discretised state in the prompt, "task" does not (two public families).
     normalization: "quantiles" maps q01..q99 to -1..1, "mean_std" standardises; normalization_eps says whose epsilon.
     loss_dims: "real" averages over action_dim (lerobot), "padded" over max_action_dim (openpi).
@@ -61,6 +63,7 @@ class PI05Config:
     action_dim: int | None = None
     state_dim: int | None = None
     max_action_dim: int = 32
+    delta_actions: tuple[int, ...] = ()
     chunk_size: int = 50
     n_action_steps: int = 50
     num_inference_steps: int = 10
@@ -84,8 +87,9 @@ class PI05Config:
                 _check_fields(name, value, kind)
                 object.__setattr__(self, name, kind(**value))
             _check_types(getattr(self, name), f"{name}.")
-        if isinstance(self.cameras, list):
-            object.__setattr__(self, "cameras", tuple(self.cameras))
+        for name in ("cameras", "delta_actions"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_types(self, "")
         self._check()
 
@@ -109,6 +113,16 @@ class PI05Config:
             raise ValueError(
                 f"image_resolution={self.image_resolution} is no multiple of patch_size={self.vision.patch_size}"
             )
+        widths = {"action_dim": self.action_dim or self.max_action_dim, "state_dim": self.state_dim}
+        for name, width in widths.items():
+            if width is not None and any(not 0 <= dim < width for dim in self.delta_actions):
+                raise ValueError(
+                    f"delta_actions={list(self.delta_actions)} must lie in 0..{width - 1}: {name}={width}; an action "
+                    "dimension is relative to the state dimension of the same number, so order both with "
+                    "state_indices and action_indices in the data module"
+                )
+        if len(set(self.delta_actions)) != len(self.delta_actions):
+            raise ValueError(f"delta_actions={list(self.delta_actions)} names a dimension twice")
         if not self.cameras:
             raise ValueError("cameras is empty; a pi0.5 policy needs at least one camera")
 
@@ -182,7 +196,7 @@ def _is_of(value: Any, hint: Any) -> bool:
     if isinstance(hint, UnionType):
         return any(_is_of(value, part) for part in get_args(hint))
     if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        return isinstance(value, tuple) and all(_is_of(item, get_args(hint)[0]) for item in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, hint) and not (hint is int and isinstance(value, bool))

@@ -130,8 +130,12 @@ def save_side_files(folder: Path, layout: CheckpointLayout, config: PI05Config, 
 
 
 def lerobot_would_agree(config: PI05Config) -> bool:
-    """True when lerobot's own pipelines compute what ours do: state in the prompt, its epsilon, a known tokenizer."""
-    return config.prompt == "state" and config.normalization_eps == "lerobot" and config.tokenizer != BUILTIN
+    """True when lerobot's own pipelines compute what ours do.
+
+    State in the prompt, its epsilon, a known tokenizer, absolute actions.
+    """
+    same_prompt = config.prompt == "state" and config.tokenizer != BUILTIN
+    return same_prompt and config.normalization_eps == "lerobot" and not config.delta_actions
 
 
 def _save_pipelines(folder: Path, config: PI05Config, statistics: Statistics) -> None:

@@ -124,6 +124,7 @@ class PI05Policy(BasePolicy):
             "num_inference_steps": config.num_inference_steps,
             "action_dim": config.action_dim,
             "state_dim": config.state_dim,
+            "delta_actions": list(config.delta_actions),
             "statistics": self.statistics_source,
             "normalization": f"{config.normalization} ({config.normalization_eps} epsilon)",
             "cameras": list(config.cameras),
@@ -238,10 +239,11 @@ class PI05Policy(BasePolicy):
         num_steps = self.config.num_inference_steps if num_steps is None else num_steps
         if num_steps < 1:
             raise ValueError(f"num_steps={num_steps} must be at least 1")
-        prefix = self._encode(self._on_device(batch))
+        batch = self._on_device(batch)
+        prefix = self._encode(batch)
         rows = len(prefix.lengths)
         noise = self._noise(rows, generator) if noise is None else self._checked_noise(noise, rows)
-        return self.processor.actions(self.model.sample_actions(prefix, noise, num_steps))
+        return self.processor.actions(self.model.sample_actions(prefix, noise, num_steps), batch)
 
     def predict_action_batch(
         self,
@@ -355,10 +357,14 @@ class PI05Policy(BasePolicy):
         if twice:
             raise ValueError(f"{twice} are given both as arguments and in changes; give each once")
         folder = fetch_checkpoint(path_or_id, revision)
-        config = changed_config(read_config(folder), {**(changes or {}), **overrides})
+        saved = read_config(folder)
+        config = changed_config(saved, {**(changes or {}), **overrides})
         if tokenizer is None and config.tokenizer == BUILTIN:
             tokenizer = load_builtin_tokenizer(folder)
         found = (statistics, "given") if statistics is not None else find_statistics(folder)
+        if statistics is None and found is not None and config.delta_actions != saved.delta_actions:
+            log.warning("the statistics of %s are not taken: they are of other delta_actions", folder)
+            found = None
         with torch.device("meta"):  # start values would be thrown away
             policy = cls(config, tokenizer=tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras)
         load_weights(policy.model, folder)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from soma_lightning.contract import ACTION, ACTION_IS_PAD, IMAGE_PREFIX, STATE, TASK, Statistics
-from soma_lightning.models.normalization import Normalizer
+from soma_lightning.models.normalization import Normalizer, from_deltas, to_deltas
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.images import BLACK, resize_with_padding
 from soma_lightning.models.pi05.tokenizer import OnLongPrompt, PromptTokenizer, discretize_state, load_tokenizer
@@ -227,7 +227,10 @@ class PI05Processor:
                 "of this data"
             )
         _check_values({ACTION: action})
-        actions = normalizer.normalize(action.float())
+        action = action.float()
+        if config.delta_actions:
+            action = to_deltas(action, self._reference(batch), config.delta_actions)
+        actions = normalizer.normalize(action)
         return Targets(functional.pad(actions, (0, config.max_action_dim - normalizer.dim)), self._counts(batch))
 
     def _counts(self, batch: Mapping[str, Any]) -> Tensor:
@@ -241,10 +244,26 @@ class PI05Processor:
             )
         return ~is_pad
 
-    def actions(self, sampled: Tensor) -> Tensor:
-        """The robot's actions [B, H, A] float32 in raw units from the model's [B, H, A_max]."""
+    def actions(self, sampled: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """The robot's actions [B, H, A] float32 in raw units from the model's [B, H, A_max].
+
+        batch: what the model saw; its state is what config.delta_actions are relative to.
+        Raises ValueError for a state that is missing or does not fit when there are such dimensions.
+        """
         normalizer = self._action_normalizer()
-        return normalizer.unnormalize(sampled[..., : normalizer.dim].float())
+        actions = normalizer.unnormalize(sampled[..., : normalizer.dim].float())
+        dims = self.config.delta_actions
+        return from_deltas(actions, self._reference(batch), dims) if dims else actions
+
+    def _reference(self, batch: Mapping[str, Any]) -> Tensor:
+        """The state [B, S] that delta actions are relative to, before any noise."""
+        dims = self.config.delta_actions
+        state: Tensor | None = batch.get(STATE)
+        if state is None or state.ndim != 2 or state.shape[1] <= max(dims):
+            found = f"the batch has {sorted(batch)}" if state is None else f"got {tuple(state.shape)}"
+            raise ValueError(f"delta_actions={list(dims)} need '{STATE}' as [B, S] with S > {max(dims)}; {found}")
+        _check_values({STATE: state})
+        return state.float()
 
     # -- statistics -------------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ def test_targets_are_normalised_and_padded(make_statistics, make_batch):
     assert targets.actions.dtype == torch.float32
     assert torch.equal(targets.actions[..., 7:], torch.zeros(3, 8, 5))
     assert torch.equal(targets.counts, ~batch["action_is_pad"])
-    torch.testing.assert_close(processor.actions(targets.actions), batch["action"], rtol=0, atol=2e-6)
+    torch.testing.assert_close(processor.actions(targets.actions, batch), batch["action"], rtol=0, atol=2e-6)
 
 
 def test_mean_std_statistics(make_statistics, make_batch):
