@@ -8,7 +8,7 @@ Shape letters: N frames, B rows asked for, h/w image size.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -223,7 +223,9 @@ class VideoFile:
         self._stream = self._container.streams.video[0]
         # One thread: workers are already as many as the machine has cores, and every frame thread holds frames.
         self._stream.codec_context.thread_count = 1
-        self._frames: Iterator[Any] = iter(())
+        # One demuxer until the end of the file is met: PyAV 18 loses 150 bytes with each that is left before its end.
+        self._packets: Iterator[Any] | None = None
+        self._decoded: deque[Any] = deque()
         self._previous: Any = None
         self._current: Any = None
         self._position = np.inf  # time of `_current`, seconds
@@ -241,7 +243,8 @@ class VideoFile:
     def close(self) -> None:
         """Frees the decoder."""
         self._previous = self._current = None
-        self._frames = iter(())
+        self._decoded.clear()
+        self._packets = None
         self._container.close()
 
     def frame_at(self, time_s: float, tolerance_s: float) -> NDArray[np.uint8]:
@@ -271,24 +274,31 @@ class VideoFile:
     def _seek(self, time_s: float) -> bool:
         """Goes to the keyframe at or before `time_s` and decodes it; False when there is none."""
         self._previous = self._current = None
+        self._decoded.clear()
+        if self._packets is None:
+            self._packets = self._container.demux(self._stream)
         try:
             self._container.seek(max(0, round((time_s + _SAME_TIME_S) / self._stream.time_base)), stream=self._stream)
         except (self._av_error, OSError) as error:
             raise VideoError(f"cannot be searched: {error}; copy or encode it anew") from error
-        self._frames = self._container.decode(self._stream)
         return self._advance()
 
     def _advance(self) -> bool:
         """Decodes one frame; False at the end of the file."""
         self._position = np.inf  # after the end or an error the next call seeks
         try:
-            frame = next((frame for frame in self._frames if frame.pts is not None), None)
+            while not self._decoded:
+                if self._packets is None or (packet := next(self._packets, None)) is None:
+                    return False
+                self._decoded.extend(frame for frame in packet.decode() if frame.pts is not None)
+                if packet.dts is None:  # the last one, which is empty and only makes the decoder give what it holds
+                    next(self._packets, None)
+                    self._packets = None
         except (self._av_error, OSError) as error:
+            self._packets = None
             raise VideoError(f"cannot be decoded: {error}; the file is damaged or cut short, copy it anew") from error
-        if frame is None:
-            return False
-        self._previous, self._current = self._current, frame
-        self._position = self._time(frame)
+        self._previous, self._current = self._current, self._decoded.popleft()
+        self._position = self._time(self._current)
         return True
 
     def _time(self, frame: Any) -> float:
