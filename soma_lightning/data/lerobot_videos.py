@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,11 @@ class VideoFile:
         """Frees the decoder."""
         self._previous = self._current = None
         self._decoded.clear()
+        if self._packets is not None and self._stream.duration:
+            with suppress(self._av_error, OSError):  # brings the demuxer to its end, without decoding
+                self._container.seek(self._stream.duration, stream=self._stream)
+                for _ in self._packets:
+                    pass
         self._packets = None
         self._container.close()
 
