@@ -90,15 +90,29 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         if preload:
             check_memory(len(self.frames), self.image_sizes, preload_limit_gib)
         sizes = {key: self.image_sizes[key] for key in self.cameras if key not in videos}
-        self._images: dict[str, ImageSource] = {}
-        if sizes and preload:
-            self._images |= dict.fromkeys(sizes, DecodedImages(decode_all(self.frames, sizes)))
-        elif sizes:
-            self._images |= dict.fromkeys(sizes, EncodedImages(self.frames, sizes, image_cache_mib))
-        if videos:
-            sizes = {key: self.image_sizes[key] for key in videos}
-            source = VideoImages(self.root, self.fps, chosen, self.frames, sizes, tolerance_s)
-            self._images |= dict.fromkeys(videos, DecodedImages(source.decode_all()) if preload else source)
+        self._images = self._open_images(sizes, preload, image_cache_mib)
+        sizes = {key: self.image_sizes[key] for key in videos}
+        self._images |= self._open_videos(sizes, chosen, preload, tolerance_s)
+
+    def _open_images(
+        self, sizes: dict[str, tuple[int, int]], preloaded: bool, cache_mib: int
+    ) -> dict[str, ImageSource]:
+        if not sizes:
+            return {}
+        decoded = DecodedImages(decode_all(self.frames, sizes)) if preloaded else None
+        return dict.fromkeys(sizes, decoded or EncodedImages(self.frames, sizes, cache_mib))
+
+    def _open_videos(
+        self,
+        sizes: dict[str, tuple[int, int]],
+        episodes: Sequence[fmt.EpisodeRow],
+        preloaded: bool,
+        tolerance_s: float,
+    ) -> dict[str, ImageSource]:
+        if not sizes:
+            return {}
+        source = VideoImages(self.root, self.fps, episodes, self.frames, sizes, tolerance_s)
+        return dict.fromkeys(sizes, DecodedImages(source.decode_all()) if preloaded else source)
 
     @property
     def chunk_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Videos: lerobot's own, random access against decoding in order, memory of workers, writing, every refusal."""
+"""Videos: lerobot's own, random access against decoding in order, memory of workers, every refusal."""
 
 from __future__ import annotations
 
@@ -25,68 +25,35 @@ from soma_lightning.data.lerobot_format import DatasetFormatError
 from soma_lightning.data.lerobot_images import GIB
 from soma_lightning.data.lerobot_videos import VideoFile, VideoImages
 from soma_lightning.data.lerobot_writer import LeRobotWriter
-from tests.data.videos import HEIGHT, WIDTH, decode, encode, moving_square, put_index_first, steady
+from tests.data.videos import (
+    CAMERA,
+    EPISODES_FILE,
+    FPS,
+    HEIGHT,
+    LENGTHS,
+    VIDEO_FILE,
+    WIDTH,
+    WRIST,
+    decode,
+    encode,
+    features,
+    frames,
+    moving_square,
+    put_index_first,
+    record_noise,
+    steady,
+)
 
 GOLDEN = Path(__file__).parents[1] / "goldens/lerobot_videos"
-CAMERA, WRIST = "observation.images.image", "observation.images.image2"
-VIDEO_FILE = f"videos/{CAMERA}/chunk-000/file-000.mp4"
-EPISODES_FILE = "meta/episodes/chunk-000/file-000.parquet"
-FPS = 10
-LENGTHS = (12, 17, 9)
-
-
-def features(cameras: dict[str, str], height: int = HEIGHT, width: int = WIDTH) -> dict[str, Any]:
-    return {
-        **{key: {"dtype": dtype, "shape": [height, width, 3]} for key, dtype in cameras.items()},
-        "observation.state": {"dtype": "float32", "shape": [2]},
-        "action": {"dtype": "float32", "shape": [1]},
-    }
-
-
-def frames(episode: int, length: int, cameras: dict[str, str], height: int = HEIGHT, width: int = WIDTH) -> Any:
-    images = {key: moving_square(length, 10 * episode + i, height, width) for i, key in enumerate(cameras)}
-    steps = np.arange(length, dtype=np.float32)
-    return {
-        **images,
-        "observation.state": np.stack([np.full_like(steps, episode), steps], axis=1),
-        "action": steps[:, None],
-    }
 
 
 Record = Callable[..., Path]
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> Record:
-    def make(
-        lengths: tuple[int, ...] = LENGTHS,
-        cameras: dict[str, str] | None = None,
-        name: str = "data",
-        size: tuple[int, int] = (HEIGHT, WIDTH),
-        **settings: Any,
-    ) -> Path:
-        cameras = cameras or {CAMERA: "video"}
-        with LeRobotWriter(tmp_path / name, fps=FPS, features=features(cameras, *size), **settings) as writer:
-            for episode, length in enumerate(lengths):
-                writer.add_episode(frames(episode, length, cameras, *size), "pick up the cube")
-        return tmp_path / name
-
-    return make
-
-
-@pytest.fixture
 def several_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Video files hold at most 3 s, so that each episode of `LENGTHS` begins another, or shares it with the next."""
     monkeypatch.setattr(lerobot_video_writer, "MAX_DURATION_S", 3)
-
-
-def record_noise(root: Path, episodes: int, **settings: Any) -> None:
-    """Episodes of 20 frames that take 13 kB each."""
-    noise = np.random.default_rng(0).integers(0, 256, (20, 64, 96, 3), dtype=np.uint8)
-    cameras = {CAMERA: "video"}
-    with LeRobotWriter(root, fps=FPS, features=features(cameras, 64, 96), **settings) as writer:
-        for _ in range(episodes):
-            writer.add_episode({**frames(0, 20, cameras), CAMERA: noise}, "pick up the cube")
 
 
 def truth(root: Path, camera: str = CAMERA) -> np.ndarray:
@@ -125,8 +92,8 @@ def test_reads_what_lerobot_reads_in_its_own_recording(codec: str, preload: bool
 
 
 @pytest.mark.usefixtures("several_files")
-def test_random_access_finds_the_frames_that_decoding_in_order_finds(record: Record) -> None:
-    root = record((12, 17, 9, 30, 8))
+def test_random_access_finds_the_frames_that_decoding_in_order_finds(record_video: Record) -> None:
+    root = record_video((12, 17, 9, 30, 8))
     data, expected = LeRobotDataset(root), truth(root)
     assert sorted(path.name for path in (root / VIDEO_FILE).parent.iterdir()) == [f"file-00{i}.mp4" for i in range(4)]
     order = np.random.default_rng(0).integers(0, len(data), 300).tolist()
@@ -153,11 +120,11 @@ def test_any_distance_of_keyframes_and_b_frames(tmp_path: Path, gop: str) -> Non
     file.close()
 
 
-def test_no_more_is_decoded_than_needed(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_decoded_than_needed(record_video: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
     advance = VideoFile._advance
     monkeypatch.setattr(VideoFile, "_advance", lambda self: decoded.append(1) or advance(self))
-    data = LeRobotDataset(record((60,)))
+    data = LeRobotDataset(record_video((60,)))
     decoded.clear()
     data.batch(list(range(60)))
     assert len(decoded) <= 61  # in order: each frame once
@@ -167,9 +134,9 @@ def test_no_more_is_decoded_than_needed(record: Record, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("several_files")
-def test_open_files_are_bounded(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_files_are_bounded(record_video: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lerobot_videos, "_OPEN_FILES", 3)
-    root = record((25,) * 5)
+    root = record_video((25,) * 5)
     data, expected = LeRobotDataset(root), truth(root)
     opened = []
     start = VideoFile.__init__
@@ -198,9 +165,9 @@ class WithMemory(Dataset[Any]):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 @pytest.mark.usefixtures("several_files")
-def test_a_worker_that_decodes_keeps_its_memory(record: Record) -> None:
+def test_a_worker_that_decodes_keeps_its_memory(record_video: Record) -> None:
     cameras = dict.fromkeys((CAMERA, WRIST, "observation.images.image3"), "video")
-    root = record((28,) * 4, cameras, size=(64, 64))
+    root = record_video((28,) * 4, cameras, size=(64, 64))
     rows = np.random.default_rng(0).integers(0, 4 * 28, 300 * 8)
     loader = DataLoader(
         WithMemory(LeRobotDataset(root)),
@@ -235,8 +202,8 @@ def test_a_forked_copy_does_not_share_its_position_in_the_files(tmp_path: Path) 
     assert same
 
 
-def test_a_pickled_copy_reads_the_same(record: Record) -> None:
-    data = LeRobotDataset(record(cameras={CAMERA: "video", WRIST: "image"}))
+def test_a_pickled_copy_reads_the_same(record_video: Record) -> None:
+    data = LeRobotDataset(record_video(cameras={CAMERA: "video", WRIST: "image"}))
     before = data.batch([3, 20])
     copy = pickle.loads(pickle.dumps(data))
     assert not copy._images[CAMERA]._open
@@ -245,9 +212,9 @@ def test_a_pickled_copy_reads_the_same(record: Record) -> None:
 
 
 @pytest.mark.parametrize("preload", [False, True])
-def test_images_and_videos_in_one_data_set(record: Record, preload: bool) -> None:
+def test_images_and_videos_in_one_data_set(record_video: Record, preload: bool) -> None:
     cameras = {CAMERA: "video", WRIST: "image"}
-    root = record(cameras=cameras)
+    root = record_video(cameras=cameras)
     data = LeRobotDataset(root, cameras={WRIST: "observation.images.hand", CAMERA: CAMERA}, preload=preload)
     batch = data.batch([12, 37])
     np.testing.assert_array_equal(batch[CAMERA], truth(root)[[12, 37]])
@@ -258,8 +225,8 @@ def test_images_and_videos_in_one_data_set(record: Record, preload: bool) -> Non
     assert list(only.cameras) == [WRIST]
 
 
-def test_preload_names_the_size_before_it_decodes(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = record(cameras={CAMERA: "video", WRIST: "image"})
+def test_preload_names_the_size_before_it_decodes(record_video: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = record_video(cameras={CAMERA: "video", WRIST: "image"})
     monkeypatch.setattr(VideoImages, "decode_all", None)
     needed = 38 * 2 * 3 * HEIGHT * WIDTH / GIB
     with pytest.raises(ValueError, match=f"38 frames of 2 cameras into {needed:.2f} GiB, more than preload_limit_gib"):
@@ -267,9 +234,9 @@ def test_preload_names_the_size_before_it_decodes(record: Record, monkeypatch: p
 
 
 def test_pyav_is_asked_for_only_when_a_video_is(
-    record: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    record_video: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    root = record(cameras={CAMERA: "video", WRIST: "image"})
+    root = record_video(cameras={CAMERA: "video", WRIST: "image"})
     find = imports.find_spec
     monkeypatch.setattr(imports, "find_spec", lambda name: None if name == "av" else find(name))
     with pytest.raises(ImportError, match=r"av is needed to read the videos.*pip install 'soma-lightning\[data\]'"):
@@ -348,16 +315,16 @@ WHERE = f"{VIDEO_FILE}: episode {{}}, camera '{CAMERA}', frame {{}}: "
         ),
     ],
 )
-def test_refused_at_opening(record: Record, damage: Callable[[Path], None], message: str) -> None:
-    root = record()
+def test_refused_at_opening(record_video: Record, damage: Callable[[Path], None], message: str) -> None:
+    root = record_video()
     damage(root)
     with pytest.raises(ValueError, match=message) as caught:
         LeRobotDataset(root)
     assert isinstance(caught.value, DatasetFormatError) or damage is declare_depth
 
 
-def test_missing_video_columns(record: Record) -> None:
-    root = record()
+def test_missing_video_columns(record_video: Record) -> None:
+    root = record_video()
     table = pq.read_table(root / EPISODES_FILE)
     pq.write_table(table.drop_columns([f"videos/{CAMERA}/from_timestamp"]), root / EPISODES_FILE)
     with pytest.raises(DatasetFormatError, match=rf"lacks the columns \['videos/{CAMERA}/from_timestamp'\]"):
@@ -365,8 +332,8 @@ def test_missing_video_columns(record: Record) -> None:
     assert LeRobotDataset(root, cameras={})[0]["observation.state"].tolist() == [0, 0]
 
 
-def test_a_frame_off_its_time_is_refused_when_it_is_read(record: Record) -> None:
-    root = record()
+def test_a_frame_off_its_time_is_refused_when_it_is_read(record_video: Record) -> None:
+    root = record_video()
     uneven(root)
     data = LeRobotDataset(root)
     message = (
@@ -391,79 +358,3 @@ def test_the_nearest_of_two_frames_in_reach(tmp_path: Path) -> None:
     for time, frame in ((0.48, 4), (0.49, 5), (0.5, 5), (0.4, 4)):
         np.testing.assert_array_equal(file.frame_at(time, 0.08).transpose(2, 0, 1), expected[frame])
     file.close()
-
-
-# Writing
-
-
-def test_what_is_written(record: Record) -> None:
-    cameras = {CAMERA: "video", WRIST: "image"}
-    root = record(cameras=cameras)
-    info = json.loads((root / "meta/info.json").read_text())
-    assert info["video_path"] == "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-    assert info["features"][WRIST] == {"dtype": "image", "shape": [16, 24, 3], "names": ["height", "width", "channel"]}
-    described = info["features"][CAMERA]["info"]
-    theirs = json.loads((GOLDEN / "h264/meta/info.json").read_text())["features"][CAMERA]["info"]
-    assert set(described) == set(theirs)
-    same = ("video.codec", "video.pix_fmt", "video.channels", "has_audio", "is_depth_map", "video.g")
-    assert {key: described[key] for key in same} == {key: theirs[key] for key in same}
-    assert (described["video.height"], described["video.width"], described["video.fps"]) == (16, 24, FPS)
-    assert CAMERA not in pq.read_schema(root / "data/chunk-000/file-000.parquet").names
-
-    schema = {field.name: str(field.type) for field in pq.read_schema(root / EPISODES_FILE)}
-    columns = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
-    assert [schema[f"videos/{CAMERA}/{name}"] for name in columns] == ["int64", "int64", "double", "double"]
-    rows = pq.read_table(root / EPISODES_FILE).to_pylist()
-    spans = [tuple(row[f"videos/{CAMERA}/{name}"] for name in columns) for row in rows]
-    assert spans == [(0, 0, 0.0, 1.2), (0, 0, 1.2, 2.9), (0, 0, 2.9, 3.8)]
-    assert rows[0][f"stats/{CAMERA}/count"] == [12]
-    assert f"videos/{WRIST}/file_index" not in schema
-
-    decoded = decode(root / VIDEO_FILE)
-    step = 10240 // FPS  # ticks of a frame
-    assert list(decoded) == [step * i for i in range(38)]
-    raw = np.concatenate([frames(e, n, cameras)[CAMERA] for e, n in enumerate(LENGTHS)]).transpose(0, 3, 1, 2)
-    # Colours have half the resolution, which blurs the square's edges; away from them a few levels remain.
-    assert np.median(np.abs(np.stack(list(decoded.values())).astype(int) - raw)) <= 4
-
-
-def test_a_file_is_closed_before_it_is_too_large_or_too_long(
-    record: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    record_noise(tmp_path / "noise", episodes=14, video_file_size_mb=1)
-    sizes = [path.stat().st_size for path in sorted((tmp_path / "noise" / VIDEO_FILE).parent.iterdir())]
-    assert len(sizes) > 1
-    assert max(sizes) < 2**20
-    assert len(LeRobotDataset(tmp_path / "noise", preload=True)) == 280
-
-    monkeypatch.setattr(lerobot_video_writer, "MAX_DURATION_S", 3)
-    rows = pq.read_table(record((12, 18, 1, 30)) / EPISODES_FILE).to_pylist()
-    assert [row[f"videos/{CAMERA}/file_index"] for row in rows] == [0, 0, 1, 2]
-    assert [row[f"videos/{CAMERA}/from_timestamp"] for row in rows] == [0.0, 1.2, 0.0, 0.0]
-    with pytest.raises(
-        ValueError, match="episode 1, column .*: 31 frames at 10 per second are longer than a video's 3 s"
-    ):
-        record((5, 31), name="long")
-    assert not (tmp_path / "long").exists()
-
-
-def test_the_same_episodes_give_the_same_bits(record: Record) -> None:
-    first, second = record(name="first"), record(name="second")
-    assert (first / VIDEO_FILE).read_bytes() == (second / VIDEO_FILE).read_bytes()
-
-
-def test_a_dropped_recording_leaves_nothing(tmp_path: Path) -> None:
-    writer = LeRobotWriter(tmp_path / "data", fps=FPS, features=features({CAMERA: "video"}))
-    writer.add_episode(frames(0, 5, {CAMERA: "video"}), "pick")
-    assert list(tmp_path.glob(f".*/{VIDEO_FILE}"))
-    writer.discard()
-    assert not list(tmp_path.iterdir())
-
-
-def test_large_images_are_counted_at_about_150_pixels(tmp_path: Path) -> None:
-    images = np.zeros((2, 300, 302, 3), np.uint8)
-    images[:, ::2, ::2] = 255  # every second pixel of every second line: all that is counted
-    with LeRobotWriter(tmp_path / "data", fps=FPS, features=features({CAMERA: "image"}, 300, 302)) as writer:
-        writer.add_episode({**frames(0, 2, {CAMERA: "image"}), CAMERA: images}, "pick")
-    stats = json.loads((tmp_path / "data/meta/stats.json").read_text())[CAMERA]
-    assert stats["mean"] == [[[1.0]]] * 3

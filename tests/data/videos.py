@@ -9,6 +9,13 @@ from typing import Any
 import av
 import numpy as np
 
+from soma_lightning.data.lerobot_writer import LeRobotWriter
+
+CAMERA, WRIST = "observation.images.image", "observation.images.image2"
+VIDEO_FILE = f"videos/{CAMERA}/chunk-000/file-000.mp4"
+EPISODES_FILE = "meta/episodes/chunk-000/file-000.parquet"
+FPS = 10
+LENGTHS = (12, 17, 9)
 HEIGHT, WIDTH = 16, 24
 
 
@@ -56,3 +63,30 @@ def put_index_first(path: Path) -> None:
                 packet.stream = copy
                 target.mux(packet)
     moved.replace(path)
+
+
+def features(cameras: dict[str, str], height: int = HEIGHT, width: int = WIDTH) -> dict[str, Any]:
+    return {
+        **{key: {"dtype": dtype, "shape": [height, width, 3]} for key, dtype in cameras.items()},
+        "observation.state": {"dtype": "float32", "shape": [2]},
+        "action": {"dtype": "float32", "shape": [1]},
+    }
+
+
+def frames(episode: int, length: int, cameras: dict[str, str], height: int = HEIGHT, width: int = WIDTH) -> Any:
+    images = {key: moving_square(length, 10 * episode + i, height, width) for i, key in enumerate(cameras)}
+    steps = np.arange(length, dtype=np.float32)
+    return {
+        **images,
+        "observation.state": np.stack([np.full_like(steps, episode), steps], axis=1),
+        "action": steps[:, None],
+    }
+
+
+def record_noise(root: Path, episodes: int, **settings: Any) -> None:
+    """Episodes of 20 frames that take 13 kB each."""
+    noise = np.random.default_rng(0).integers(0, 256, (20, 64, 96, 3), dtype=np.uint8)
+    cameras = {CAMERA: "video"}
+    with LeRobotWriter(root, fps=FPS, features=features(cameras, 64, 96), **settings) as writer:
+        for _ in range(episodes):
+            writer.add_episode({**frames(0, 20, cameras), CAMERA: noise}, "pick up the cube")
