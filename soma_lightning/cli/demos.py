@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
+from jsonargparse import ActionYesNo, Namespace
 
 from soma_lightning.cli.parser import CommandParser
 from soma_lightning.data.lerobot_format import RECORDING_FILE
@@ -46,6 +46,13 @@ def build_parser() -> CommandParser:
     parser.add_argument("--noise", type=float, default=0.25, help="disturbance of the executed actions, action units")
     parser.add_argument("--workers", type=int, default=available_cpus(), help="simulator processes")
     parser.add_argument("--image_size", type=int, default=64, help="side of both images, pixels")
+    parser.add_argument(
+        "--videos",
+        action=ActionYesNo,
+        nargs="?",
+        default=False,
+        help="store the cameras as H.264 video instead of PNG (for 224 pixels and more; needs PyAV)",
+    )
     parser.add_overwrite("replace a data set that is already there")
     return parser
 
@@ -80,7 +87,7 @@ def record(options: Namespace) -> RecordingSummary:
     with LeRobotWriter(
         options.out,
         fps=FPS,
-        features=demonstration_features(options.image_size),
+        features=demonstration_features(options.image_size, videos=options.videos),
         robot_type=options.env,
         overwrite=options.overwrite,
     ) as writer:

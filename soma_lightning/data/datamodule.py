@@ -20,6 +20,7 @@ from soma_lightning.data.facts import recording_facts, source_facts
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.lerobot_batches import FrameBatches, as_is
 from soma_lightning.data.lerobot_images import GIB
+from soma_lightning.data.lerobot_videos import TOLERANCE_S
 from soma_lightning.data.sampling import EpochSampler, MixtureSampler, ResumableDataLoader, split_episodes
 from soma_lightning.data.sources import DataSource, as_sources, check_disjoint, choose_episodes
 from soma_lightning.models.normalization import load_statistics
@@ -45,7 +46,7 @@ class LeRobotDataModule(pl.LightningDataModule):
     val_fraction: share of each data set's episodes for validation, 0 for none. max_episodes: use only the first ones
     of each data set; sources may say their own. seed: decides the split and the order of every epoch.
     drop_last: leave out the last, smaller training batch.
-    preload: decode all images once into memory (up to preload_limit_gib GiB).
+    preload: decode all images once into memory (up to preload_limit_gib GiB). tolerance_s: as in `LeRobotDataset`.
     augment: "off", "light", "openpi" or an `ImageAugmentation`: varies the images of training batches on their device.
     wrist_cameras: the policy's names of the cameras that are neither cropped nor rotated (see `BatchAugmenter`).
     cameras, state_key, action_key, state_indices, action_indices: as in `LeRobotDataset`; sources may say their own.
@@ -74,6 +75,7 @@ class LeRobotDataModule(pl.LightningDataModule):
         preload_limit_gib: float = 8.0,
         augment: str | bool | ImageAugmentation = "off",
         wrist_cameras: list[str] | None = None,
+        tolerance_s: float = TOLERANCE_S,
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -109,6 +111,7 @@ class LeRobotDataModule(pl.LightningDataModule):
         self.num_workers = num_workers
         self.preload = preload
         self.preload_limit_gib = preload_limit_gib
+        self.tolerance_s = tolerance_s
         self.seed = seed
         self.drop_last = drop_last
         self.delta_actions: tuple[int, ...] = ()  # the policy's
@@ -178,6 +181,7 @@ class LeRobotDataModule(pl.LightningDataModule):
                 episodes=episodes,
                 preload=self.preload,
                 preload_limit_gib=self.preload_limit_gib,
+                tolerance_s=self.tolerance_s,
                 **source.reading,
             )
 

@@ -56,7 +56,8 @@ def check_images(
     """
     chosen = [episode for episode in episodes if episode.episode_index in sound]
     total = sum(episode.length for episode in chosen)
-    checks = {key: CameraCheck(total=total) for key in (*info.image_keys, *info.video_keys)}
+    cameras = [key for key in (*info.image_keys, *info.video_keys) if not info.features[key].is_depth_map]
+    checks = {key: CameraCheck(total=total) for key in cameras}
     if limit == 0 or not chosen:
         return checks
     sample = None if limit is None or limit >= total else _evenly_spaced(episodes, chosen, limit)

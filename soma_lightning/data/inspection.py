@@ -24,6 +24,7 @@ from soma_lightning.data import statistics_check as stats
 from soma_lightning.data.findings import Finding, Findings
 from soma_lightning.data.frame_scan import FrameScan, Progress
 from soma_lightning.data.image_checks import CameraCheck, check_images
+from soma_lightning.data.lerobot_metadata import load_episodes, load_tasks
 from soma_lightning.data.totals import FloatArray, Histogram
 
 #: An episode shorter than this share of the median, or of a single frame, is called very short.
@@ -91,7 +92,7 @@ def inspect_dataset(
         if feature is None or feature.dtype not in fmt.NUMERIC_DTYPES or len(feature.shape) != 1:
             vectors = [k for k, f in info.features.items() if f.dtype in fmt.NUMERIC_DTYPES and len(f.shape) == 1]
             raise ValueError(f"{argument}='{key}' is no vector of numbers in '{root}'; it has {vectors}")
-    tasks, episodes = fmt.load_tasks(root), fmt.load_episodes(root, info)
+    tasks, episodes = load_tasks(root, info), load_episodes(root, info)
 
     findings, progress = Findings(), Progress(report)
     scan = FrameScan(root, info, episodes, len(tasks), keys, findings)

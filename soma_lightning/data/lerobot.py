@@ -1,4 +1,4 @@
-"""How does a LeRobot v3.0 data set become training samples: images, state, a chunk of actions and its padding mask?
+"""How does a LeRobot data set become training samples: images, state, a chunk of actions and its padding mask?
 
 Shape letters as in `contract`: B batch, H chunk, A action and S state dimensions, h/w image size.
 """
@@ -6,6 +6,7 @@ Shape letters as in `contract`: B batch, H chunk, A action and S state dimension
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +16,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from soma_lightning.contract import ACTION, ACTION_IS_PAD, IMAGE_PREFIX, STATE, TASK
+from soma_lightning.contract import ACTION, ACTION_IS_PAD, IMAGE_PREFIX, STATE, TASK, Statistics
 from soma_lightning.data import lerobot_format as fmt
+from soma_lightning.data import lerobot_v2
 from soma_lightning.data.lerobot_frames import read_frames
-from soma_lightning.data.lerobot_images import EncodedImages, ImageSource, memory_needed, preload
+from soma_lightning.data.lerobot_images import (
+    DecodedImages,
+    EncodedImages,
+    ImageSource,
+    check_memory,
+    decode_all,
+    memory_needed,
+)
+from soma_lightning.data.lerobot_metadata import load_episodes, load_tasks
+from soma_lightning.data.lerobot_videos import TOLERANCE_S, VideoImages
+from soma_lightning.data.statistics import select_dimensions
+from soma_lightning.models.normalization import load_statistics
 
 
 class LeRobotDataset(Dataset[dict[str, Any]]):
-    """Frames of a LeRobot v3.0 data set with embedded images, each with the H actions that start at it.
+    """Frames of a LeRobot data set (v3.0, v2.1, v2.0; images or videos), each with the H actions that start at it.
 
     root: folder with `meta` and `data`. chunk_size: H. episodes: which ones (None: all); frames keep the data set's
     order. cameras: {key in the data set: key that the policy knows}; None takes every camera under its own name.
     state_key, action_key: columns to read as `observation.state` and `action`. state_indices, action_indices:
     dimensions to keep, in this order. action_scale, action_offset: one number a kept action dimension; actions become
     `action * scale + offset`. preload: decode all images once into memory; the error names the size when they
-    take more than `preload_limit_gib`. image_cache_mib: encoded images that each process keeps otherwise.
+    take more than `preload_limit_gib`. image_cache_mib: embedded images that each process keeps otherwise.
+    tolerance_s: how far a video's frame may be from its time, seconds.
 
     An item is one entry of `contract.TRAINING_BATCH`: images uint8 [3, h, w], `observation.state` float32 [S],
     `action` float32 [H, A], `action_is_pad` bool [H], `task` str, and `index`, `episode_index` as int64 0-d tensors.
     Past the episode's end the last action is repeated and marked as padding.
 
     Raises FileNotFoundError when there is no data set, DatasetFormatError (a ValueError) naming file, episode and
-    column of what is wrong in it, ValueError for arguments that do not fit it.
+    column of what is wrong in it, ValueError for arguments that do not fit it, ImportError when a camera is stored as
+    video and PyAV is missing.
     """
 
     def __init__(
@@ -55,6 +70,7 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         preload: bool = False,
         preload_limit_gib: float = 8.0,
         image_cache_mib: int = 256,
+        tolerance_s: float = TOLERANCE_S,
     ) -> None:
         self.root = Path(root)
         self.info = fmt.load_info(self.root)
@@ -65,21 +81,45 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
             if key not in self.info.features:
                 raise ValueError(f"{argument}='{key}' is no column of '{self.root}'; it has {list(self.info.features)}")
 
-        self.tasks = fmt.load_tasks(self.root)
-        rows = fmt.load_episodes(self.root, self.info)
+        videos = [key for key in self.cameras if key in self.info.video_keys]
+        self.tasks = load_tasks(self.root, self.info)
+        rows = load_episodes(self.root, self.info, videos)
         self.episodes = check_episodes(self.root, episodes, len(rows))
         chosen = [rows[i] for i in self.episodes]
+        self._keys = {STATE: (state_key, state_indices)}
+        if action_scale is None and action_offset is None:
+            self._keys[ACTION] = (action_key, action_indices)
         self.frames = read_frames(self.root, self.info, chosen, rows, len(self.tasks), state_key, action_key)
         self._states = _choose_dimensions(self.frames.states, "state_indices", state_indices)
         self._actions = _scaled(
             _choose_dimensions(self.frames.actions, "action_indices", action_indices), action_scale, action_offset
         )
-        self._images = self._open_images(preload, preload_limit_gib, image_cache_mib)
+        if preload:
+            check_memory(len(self.frames), self.image_sizes, preload_limit_gib)
+        sizes = {key: self.image_sizes[key] for key in self.cameras if key not in videos}
+        self._images = self._open_images(sizes, preload, image_cache_mib)
+        sizes = {key: self.image_sizes[key] for key in videos}
+        self._images |= self._open_videos(sizes, chosen, preload, tolerance_s)
 
-    def _open_images(self, preloaded: bool, limit_gib: float, cache_mib: int) -> ImageSource:
-        if preloaded and self.image_sizes:
-            return preload(self.frames, self.image_sizes, limit_gib)
-        return EncodedImages(self.frames, self.image_sizes, cache_mib)
+    def _open_images(
+        self, sizes: dict[str, tuple[int, int]], preloaded: bool, cache_mib: int
+    ) -> dict[str, ImageSource]:
+        if not sizes:
+            return {}
+        decoded = DecodedImages(decode_all(self.frames, sizes)) if preloaded else None
+        return dict.fromkeys(sizes, decoded or EncodedImages(self.frames, sizes, cache_mib))
+
+    def _open_videos(
+        self,
+        sizes: dict[str, tuple[int, int]],
+        episodes: Sequence[fmt.EpisodeRow],
+        preloaded: bool,
+        tolerance_s: float,
+    ) -> dict[str, ImageSource]:
+        if not sizes:
+            return {}
+        source = VideoImages(self.root, self.fps, episodes, self.frames, sizes, tolerance_s)
+        return dict.fromkeys(sizes, DecodedImages(source.decode_all()) if preloaded else source)
 
     @property
     def chunk_size(self) -> int:
@@ -101,6 +141,27 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
     def actions(self) -> Tensor:
         """The action of every frame, float32 [N, A]."""
         return torch.from_numpy(self._actions)
+
+    @cached_property
+    def stored_statistics(self) -> Statistics:
+        """Statistics of `observation.state` and `action` that the data set's files hold; none without such a file.
+
+        `meta/stats.json`, or in v2.1 the statistics of the episodes pooled (min, max, mean, std, count; quantiles
+        cannot be pooled). Over all its episodes, whichever were chosen, in the dimensions that samples have; not of
+        actions that are scaled.
+        """
+        names = [key for key, _ in self._keys.values()]
+        if (self.root / fmt.STATS_FILE).is_file():
+            stored = load_statistics(self.root / fmt.STATS_FILE, names)
+        elif (self.root / lerobot_v2.EPISODES_STATS_FILE).is_file():
+            stored = lerobot_v2.pool_statistics(self.root, names)
+        else:
+            return {}
+        return {
+            feature: select_dimensions(stored[key], indices)
+            for feature, (key, indices) in self._keys.items()
+            if key in stored
+        }
 
     @property
     def last_row(self) -> NDArray[np.int64]:
@@ -154,7 +215,7 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         step_BH = row_B[:, None] + np.arange(self.chunk_size)
         last_B1 = frames.last_row[row_B][:, None]
         batch: dict[str, Any] = {
-            policy_key: self._images.fetch(key, row_B.tolist()) for key, policy_key in self.cameras.items()
+            policy_key: self._images[key].fetch(key, row_B.tolist()) for key, policy_key in self.cameras.items()
         }
         arrays = {
             STATE: self._states[row_B],
@@ -177,14 +238,12 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
 
 def _choose_cameras(root: Path, info: fmt.DatasetInfo, cameras: Mapping[str, str] | None) -> dict[str, str]:
     """{data set key: policy key}, checked."""
-    wanted = dict.fromkeys([*info.image_keys, *info.video_keys]) if cameras is None else cameras
-    if videos := [key for key in wanted if key in info.video_keys]:
-        raise ValueError(
-            f"'{root}' stores {videos} as video, which this version does not read; record with embedded images "
-            f"(dtype 'image'), or choose among the image features {info.image_keys} with cameras"
-        )
-    if unknown := [key for key in wanted if key not in info.image_keys]:
-        raise ValueError(f"cameras names {unknown}; '{root}' has the image features {info.image_keys}")
+    known = [key for key, feature in info.features.items() if feature.is_camera]
+    wanted = dict.fromkeys(known) if cameras is None else cameras
+    if unknown := [key for key in wanted if key not in known]:
+        raise ValueError(f"cameras names {unknown}; '{root}' has the image features {known}")
+    if depth := [key for key in wanted if info.features[key].is_depth_map]:
+        raise ValueError(f"{depth} of '{root}' are depth maps, which no policy reads; choose the others with cameras")
     chosen = {key: wanted[key] or key for key in wanted}
     for key, policy_key in chosen.items():
         if not policy_key.startswith(IMAGE_PREFIX):

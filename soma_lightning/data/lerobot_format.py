@@ -2,14 +2,16 @@
 
 `meta/info.json` has features, rate and totals, `meta/tasks.parquet` one row per task, `meta/episodes/*/*.parquet` one
 row per episode, `meta/stats.json` the statistics, and `data/*/*.parquet` one row per frame with images embedded as PNG.
-Writer and reader take every name from here.
+Cameras stored as video have no column; their frames are in `videos/<camera>/*/*.mp4`, several episodes in each file.
+Writer and reader take every name from here; what differs in v2.x is in `lerobot_v2`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import pyarrow.parquet as pq
 from soma_lightning.contract import IMAGE_PREFIX
 
 CODEBASE_VERSION = "v3.0"
+#: Versions with one file per episode, which are read but not written.
+EPISODE_FILE_VERSIONS = ("v2.1", "v2.0")
 INFO_FILE = "meta/info.json"
 STATS_FILE = "meta/stats.json"
 TASKS_FILE = "meta/tasks.parquet"
@@ -28,6 +32,10 @@ FILES_PER_CHUNK = 1000
 DATA_FILE_SIZE_MB = 100
 VIDEO_FILE_SIZE_MB = 200
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+#: Patterns of v2.x.
+EPISODE_DATA_PATH = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
+EPISODE_VIDEO_PATH = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 
 TIMESTAMP = "timestamp"
@@ -57,16 +65,25 @@ class DatasetFormatError(ValueError):
 
 @dataclass(frozen=True)
 class Feature:
-    """One column: its numpy dtype name (or "image", "video", "string"), the shape of one frame, and axis names."""
+    """One column: its numpy dtype name (or "image", "video", "string"), the shape of one frame, and axis names.
+
+    video_info: what is known of a video's encoding, {"video.codec": ...}; nothing is read from it but `is_depth_map`.
+    """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     names: Any = None
+    video_info: Mapping[str, Any] | None = None
 
     @property
-    def is_image(self) -> bool:
-        return self.dtype == "image"
+    def is_camera(self) -> bool:
+        return self.dtype in ("image", "video")
+
+    @property
+    def is_depth_map(self) -> bool:
+        info = self.video_info or {}
+        return bool(info.get("is_depth_map") or info.get("video.is_depth_map"))
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -77,23 +94,30 @@ class Feature:
         return (self.shape[1], self.shape[2]) if channels_first else (self.shape[0], self.shape[1])
 
     def to_json(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "shape": list(self.shape), "names": self.names}
+        described = {"dtype": self.dtype, "shape": list(self.shape), "names": self.names}
+        return described if self.video_info is None else {**described, "info": dict(self.video_info)}
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What `meta/info.json` says. `fps`: control rate in frames per second; a chunk of H actions lasts H / fps s."""
+    """What `meta/info.json` says. `fps`: control rate in frames per second; a chunk of H actions lasts H / fps s.
+
+    data_path, video_path: patterns of file names, in the words of `version`.
+    """
 
     fps: int
     features: dict[str, Feature]
     total_episodes: int
     total_frames: int
     data_path: str = DATA_PATH
+    video_path: str = VIDEO_PATH
     robot_type: str | None = None
+    version: str = CODEBASE_VERSION
+    chunks_size: int = FILES_PER_CHUNK
 
     @property
     def image_keys(self) -> list[str]:
-        return [key for key, feature in self.features.items() if feature.is_image]
+        return [key for key, feature in self.features.items() if feature.dtype == "image"]
 
     @property
     def video_keys(self) -> list[str]:
@@ -101,12 +125,24 @@ class DatasetInfo:
 
 
 @dataclass(frozen=True)
+class VideoSpan:
+    """Where the frames of an episode lie: in which file (relative to the root), from which time on, in seconds."""
+
+    file: str
+    from_timestamp: float
+
+
+@dataclass(frozen=True)
 class EpisodeRow:
-    """One row of `meta/episodes`: `length` frames in the file `data_file` (relative to the root)."""
+    """One row of `meta/episodes`: `length` frames in the file `data_file` (relative to the root).
+
+    videos: {camera: where its frames are}, for the cameras that were asked for.
+    """
 
     episode_index: int
     length: int
     data_file: str
+    videos: Mapping[str, VideoSpan] = field(default_factory=dict)
 
 
 def load_info(root: Path) -> DatasetInfo:
@@ -132,7 +168,7 @@ def load_info(root: Path) -> DatasetInfo:
         raise DatasetFormatError(f"{path} is no valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise DatasetFormatError(f"{path} holds a {type(raw).__name__}, expected an object")
-    _check_version(path, raw.get("codebase_version"))
+    version = _check_version(path, raw.get("codebase_version"))
     for key in ("fps", "features", "total_episodes", "total_frames"):
         if key not in raw:
             raise DatasetFormatError(f"{path} has no '{key}'; it has {sorted(raw)}")
@@ -143,20 +179,21 @@ def load_info(root: Path) -> DatasetInfo:
         features={key: _parse_feature(path, key, value) for key, value in raw["features"].items()},
         total_episodes=_positive_integer(path, "total_episodes", raw["total_episodes"]),
         total_frames=_positive_integer(path, "total_frames", raw["total_frames"]),
-        data_path=_data_path(path, raw.get("data_path")),
+        data_path=_pattern(path, "data_path", raw.get("data_path"), version),
+        video_path=_pattern(path, "video_path", raw.get("video_path"), version),
         robot_type=raw.get("robot_type"),
+        version=version,
+        chunks_size=_positive_integer(path, "chunks_size", raw.get("chunks_size", FILES_PER_CHUNK)),
     )
 
 
-def _check_version(path: Path, version: object) -> None:
-    if version == CODEBASE_VERSION:
-        return
-    way_out = f"supported: {CODEBASE_VERSION}"
-    if isinstance(version, str) and version.startswith("v2."):
-        way_out += (
-            "; convert the data set with lerobot's own tool: "
-            "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=REPO_ID --root=FOLDER"
-        )
+def _check_version(path: Path, version: object) -> str:
+    supported = (CODEBASE_VERSION, *EPISODE_FILE_VERSIONS)
+    if isinstance(version, str) and version in supported:
+        return version
+    way_out = f"supported: {', '.join(supported)}"
+    if isinstance(version, str) and version.startswith("v1."):
+        way_out += "; convert the data set with the lerobot release that introduced v2.0, or record it anew"
     raise DatasetFormatError(f"{path}: codebase_version {version!r} cannot be read; {way_out}")
 
 
@@ -167,18 +204,23 @@ def _positive_integer(path: Path, key: str, value: object) -> int:
     return number
 
 
-def _data_path(path: Path, value: object) -> str:
-    """The pattern of data files; None means the usual one."""
+def _pattern(path: Path, key: str, value: object, version: str) -> str:
+    """A pattern of file names; None means the usual one of `version`."""
+    usual = {"data_path": DATA_PATH, "video_path": VIDEO_PATH}
+    words: dict[str, Any] = {"chunk_index": 0, "file_index": 0}
+    if version in EPISODE_FILE_VERSIONS:
+        usual = {"data_path": EPISODE_DATA_PATH, "video_path": EPISODE_VIDEO_PATH}
+        words = {"episode_chunk": 0, "episode_index": 0}
     if value is None:
-        return DATA_PATH
+        return usual[key]
+    if key == "video_path":
+        words["video_key"] = "camera"
     try:
-        name = value.format(chunk_index=0, file_index=0) if isinstance(value, str) else ""
+        name = value.format(**words) if isinstance(value, str) else ""
     except (KeyError, IndexError, ValueError):
         name = ""
     if not name:
-        raise DatasetFormatError(
-            f"{path}: data_path={value!r} is no pattern of chunk_index and file_index: {DATA_PATH!r}"
-        )
+        raise DatasetFormatError(f"{path}: {key}={value!r} is no pattern of {' and '.join(words)}: {usual[key]!r}")
     return str(value)
 
 
@@ -188,10 +230,13 @@ def _parse_feature(path: Path, key: str, value: object) -> Feature:
     shape = value["shape"]
     if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size > 0 for size in shape):
         raise DatasetFormatError(f"{path}: feature '{key}' has shape {shape!r}, expected a list of positive integers")
-    feature = Feature(key, str(value["dtype"]), tuple(shape), value.get("names"))
-    if feature.is_image and len(shape) != 3:
-        raise DatasetFormatError(f"{path}: image feature '{key}' has shape {shape!r}, expected 3 sizes")
-    if key.startswith(IMAGE_PREFIX) and feature.dtype not in ("image", "video"):
+    info = value.get("info") or value.get("video_info")  # the latter: v2.0
+    feature = Feature(
+        key, str(value["dtype"]), tuple(shape), value.get("names"), info if isinstance(info, Mapping) else None
+    )
+    if feature.is_camera and len(shape) != 3:
+        raise DatasetFormatError(f"{path}: {feature.dtype} feature '{key}' has shape {shape!r}, expected 3 sizes")
+    if key.startswith(IMAGE_PREFIX) and not feature.is_camera:
         raise DatasetFormatError(f"{path}: camera '{key}' has dtype '{feature.dtype}', expected 'image' or 'video'")
     return feature
 
@@ -216,31 +261,59 @@ def load_tasks(root: Path) -> list[str]:
     return tasks
 
 
-def load_episodes(root: Path, info: DatasetInfo) -> list[EpisodeRow]:
-    """Every episode in order. Raises DatasetFormatError when rows are missing, unordered or disagree with `info`."""
+def load_episodes(root: Path, info: DatasetInfo, videos: Sequence[str] = ()) -> list[EpisodeRow]:
+    """Every episode in order, with the place of its frames in the videos of the cameras `videos`.
+
+    Raises DatasetFormatError when rows are missing, unordered or disagree with `info`.
+    """
     paths = sorted((root / "meta/episodes").glob("*/*.parquet"))
     if not paths:
         raise DatasetFormatError(f"{root / 'meta/episodes'} holds no parquet file (looked for */*.parquet)")
     rows: list[EpisodeRow] = []
-    needed = (EPISODE_INDEX, "length", "data/chunk_index", "data/file_index")
+    needed = [EPISODE_INDEX, "length", "data/chunk_index", "data/file_index"]
+    needed += [f"videos/{key}/{name}" for key in videos for name in ("chunk_index", "file_index", "from_timestamp")]
     for path in paths:
-        table = _read_table(path, [*needed])
+        table = _read_table(path, needed)
         missing = [name for name in needed if name not in table.column_names]
         if missing:
             raise DatasetFormatError(f"{path} lacks the columns {missing}")
-        for number, length, chunk, file in zip(*(table[name].to_pylist() for name in needed), strict=True):
-            if number != len(rows):
-                raise DatasetFormatError(f"{path}: row {len(rows)} describes episode {number}; rows must be in order")
-            if not isinstance(length, int) or length < 1:
-                raise DatasetFormatError(f"{path}: episode {number} has length {length!r}")
-            rows.append(EpisodeRow(number, length, info.data_path.format(chunk_index=chunk, file_index=file)))
+        for number, length, chunk, file, *spans in zip(*(table[name].to_pylist() for name in needed), strict=True):
+            check_episode(path, len(rows), number, length)
+            data_file = info.data_path.format(chunk_index=chunk, file_index=file)
+            found = {
+                key: _video_span(path, info, number, key, *spans[3 * i : 3 * i + 3]) for i, key in enumerate(videos)
+            }
+            rows.append(EpisodeRow(number, length, data_file, found))
+    check_totals(root, info, rows, "meta/episodes")
+    return rows
+
+
+def _video_span(path: Path, info: DatasetInfo, episode: int, key: str, chunk: Any, file: Any, start: Any) -> VideoSpan:
+    if not isinstance(chunk, int) or not isinstance(file, int) or not isinstance(start, float | int):
+        raise DatasetFormatError(
+            f"{path}: episode {episode}: videos/{key} has chunk {chunk!r}, file {file!r} and from_timestamp {start!r}"
+        )
+    if not (math.isfinite(start) and start >= 0):
+        raise DatasetFormatError(f"{path}: episode {episode}: videos/{key}/from_timestamp is {start!r}")
+    return VideoSpan(info.video_path.format(video_key=key, chunk_index=chunk, file_index=file), float(start))
+
+
+def check_episode(path: Path, expected: int, number: object, length: object) -> None:
+    """Raises DatasetFormatError unless this is episode `expected`, with at least one frame."""
+    if number != expected:
+        raise DatasetFormatError(f"{path}: row {expected} describes episode {number}; rows must be in order")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise DatasetFormatError(f"{path}: episode {number} has length {length!r}")
+
+
+def check_totals(root: Path, info: DatasetInfo, rows: Sequence[EpisodeRow], where: str) -> None:
+    """Raises DatasetFormatError unless `rows` are as many episodes and frames as `info` counts."""
     frames = sum(row.length for row in rows)
     if len(rows) != info.total_episodes or frames != info.total_frames:
         raise DatasetFormatError(
             f"{root}: meta/info.json counts {info.total_episodes} episodes and {info.total_frames} frames, "
-            f"meta/episodes {len(rows)} and {frames}; the data set is incomplete"
+            f"{where} {len(rows)} and {frames}; the data set is incomplete"
         )
-    return rows
 
 
 def _read_table(path: Path, columns: list[str] | None = None) -> Any:

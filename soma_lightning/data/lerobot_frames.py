@@ -60,10 +60,11 @@ def read_frames(
     finite.
     """
     _check_files(root, all_episodes)
-    names = list(dict.fromkeys(episode.data_file for episode in episodes))
+    wanted_of: dict[str, list[fmt.EpisodeRow]] = {}
+    for episode in episodes:
+        wanted_of.setdefault(episode.data_file, []).append(episode)
     parts: list[dict[str, NDArray[Any]]] = []
-    for number, name in enumerate(names):
-        wanted = [episode for episode in episodes if episode.data_file == name]
+    for number, (name, wanted) in enumerate(wanted_of.items()):
         parts.append(_read_file(root / name, number, info, wanted, state_key, action_key))
         _check_tasks(root / name, parts[-1], num_tasks)
     columns = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
@@ -83,7 +84,7 @@ def read_frames(
         frame_index=columns[fmt.FRAME_INDEX],
         task_index=columns[fmt.TASK_INDEX],
         last_row=np.repeat(ends, lengths),
-        files=[root / name for name in names],
+        files=[root / name for name in wanted_of],
         location=columns["location"],
     )
 

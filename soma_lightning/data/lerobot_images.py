@@ -1,6 +1,7 @@
 """Where do the pixels of a frame come from: PNG bytes read from parquet when asked for, or tensors decoded once?
 
-Both answer `fetch(camera, rows)` with uint8 [B, 3, h, w]. Shape letters: N frames, B rows asked for, h/w image size.
+Both, and `lerobot_videos.VideoImages`, answer `fetch(camera, rows)` with uint8 [B, 3, h, w].
+Shape letters: N frames, B rows asked for, h/w image size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -116,18 +118,8 @@ class DecodedImages:
         return torch.from_numpy(self.images[camera][rows])
 
 
-def preload(frames: FrameTable, sizes: Mapping[str, tuple[int, int]], limit_gib: float) -> DecodedImages:
-    """Decodes every image once.
-
-    Raises ValueError when the pixels would take more than `limit_gib` GiB, DatasetFormatError for a bad image.
-    """
-    needed = memory_needed(len(frames), sizes)
-    if needed > limit_gib * GIB:
-        raise ValueError(
-            f"preload=True would decode {len(frames)} frames of {len(sizes)} cameras into {needed / GIB:.2f} GiB, more "
-            f"than preload_limit_gib={limit_gib}; use preload=False with num_workers > 0, fewer episodes, or a higher "
-            "limit"
-        )
+def decode_all(frames: FrameTable, sizes: Mapping[str, tuple[int, int]]) -> dict[str, NDArray[np.uint8]]:
+    """Every embedded image once: {camera: uint8 [N, 3, h, w]}. Raises DatasetFormatError for a bad image."""
     encoded = EncodedImages(frames, sizes, cache_mib=0)
     images = {
         camera: np.empty((len(frames), 3, height, width), dtype=np.uint8) for camera, (height, width) in sizes.items()
@@ -144,7 +136,18 @@ def preload(frames: FrameTable, sizes: Mapping[str, tuple[int, int]], limit_gib:
             jobs = [threads.submit(decode_into, camera, row) for camera in sizes for row in range(start, end)]
             for job in jobs:
                 job.result()
-    return DecodedImages(images)
+    return images
+
+
+def check_memory(num_frames: int, sizes: Mapping[str, tuple[int, int]], limit_gib: float) -> None:
+    """Raises ValueError when all decoded images would take more than `limit_gib` GiB."""
+    needed = memory_needed(num_frames, sizes)
+    if needed > limit_gib * GIB:
+        raise ValueError(
+            f"preload=True would decode {num_frames} frames of {len(sizes)} cameras into {needed / GIB:.2f} GiB, more "
+            f"than preload_limit_gib={limit_gib}; use preload=False with num_workers > 0, fewer episodes, or a higher "
+            "limit"
+        )
 
 
 def memory_needed(num_frames: int, sizes: Mapping[str, tuple[int, int]]) -> int:

@@ -1,7 +1,8 @@
 """How are demonstrations recorded as a LeRobot v3.0 data set that is either whole or not there at all?
 
 Everything is written into a hidden folder beside the target and renamed at the end, so that an interrupted recording
-never reads as a data set. Images are embedded as PNG (lossless, no video decoder needed); one row group per episode.
+never reads as a data set. Images are embedded as PNG (lossless, no video decoder needed) or encoded as video; one row
+group per episode.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,23 +26,26 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from soma_lightning.data import lerobot_format as fmt
+from soma_lightning.data.lerobot_features import check_frames, parse_features
+from soma_lightning.data.lerobot_video_writer import VideoTrack
 from soma_lightning.data.statistics import describe, describe_pixels
 from soma_lightning.models.normalization import save_statistics
 
 _PNG_THREADS = 4
+_SAMPLED_SIDE = 150  # of the larger images whose pixels are counted
 _ZLIB_LEVEL = 1  # a 64-pixel frame: a third of the default level's time for a tenth more bytes
 
 
 class LeRobotWriter:
     """Records episodes one by one; `finish` (or the end of a `with` block without error) puts the data set in place.
 
-    root: folder of the data set to be. features: {key: {"dtype", "shape", "names"}}; dtype "image" (uint8 frames
-    [h, w, 3]) or a numeric numpy name with shape [D]. fps: control rate, frames per second. overwrite: replace an
-    existing data set at `root` (nothing else is ever deleted). data_file_size_mb: a data file is closed before it would
-    grow past this.
+    root: folder of the data set to be. features: {key: {"dtype", "shape", "names"}}; dtype "image" or "video" (uint8
+    frames [h, w, 3]) or a numeric numpy name with shape [D]. fps: control rate, frames per second. overwrite: replace
+    an existing data set at `root` (nothing else is ever deleted). data_file_size_mb, video_file_size_mb: a file is
+    closed before it would grow past this.
 
     Raises FileExistsError when `root` is not empty and may not be replaced, ValueError for features that the format
-    or this writer cannot hold.
+    or this writer cannot hold, ImportError for videos without PyAV.
     """
 
     def __init__(
@@ -51,16 +56,19 @@ class LeRobotWriter:
         robot_type: str | None = None,
         overwrite: bool = False,
         data_file_size_mb: int = fmt.DATA_FILE_SIZE_MB,
+        video_file_size_mb: int = fmt.VIDEO_FILE_SIZE_MB,
     ) -> None:
         self.root = Path(root)
         if not isinstance(fps, int) or fps < 1:
             raise ValueError(f"fps={fps!r} must be a positive integer")
-        if data_file_size_mb < 1:
-            raise ValueError(f"data_file_size_mb={data_file_size_mb} must be at least 1")
+        for name, size in (("data_file_size_mb", data_file_size_mb), ("video_file_size_mb", video_file_size_mb)):
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
         self.fps = fps
-        self.features = _parse_features(features or {})
+        self.features = parse_features(features or {})
         self.robot_type = robot_type
         self.data_file_size_mb = data_file_size_mb
+        self.video_file_size_mb = video_file_size_mb
         # A link is followed, so that the folder it points to is replaced and not the link.
         self._target = self.root.resolve()
         self._overwrite = overwrite
@@ -69,7 +77,7 @@ class LeRobotWriter:
         self._tasks: dict[str, int] = {}
         self._rows: list[dict[str, Any]] = []
         self._numeric: dict[str, list[NDArray[Any]]] = {}
-        self._histograms = {key: np.zeros((3, 256), np.int64) for key, f in self.features.items() if f.is_image}
+        self._histograms = {key: np.zeros((3, 256), np.int64) for key, f in self.features.items() if f.is_camera}
         self._images_counted = dict.fromkeys(self._histograms, 0)
         self._num_frames = 0
         self._file_number = -1
@@ -77,6 +85,11 @@ class LeRobotWriter:
         self._finished = False
         self._threads = ThreadPoolExecutor(_PNG_THREADS, thread_name_prefix="png")
         self._folder = self._target.parent / f".{self._target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+        self._videos = {
+            key: VideoTrack(self._folder, key, fps, feature.image_size, video_file_size_mb)
+            for key, feature in self.features.items()
+            if feature.dtype == "video"
+        }
         try:
             (self._folder / "meta").mkdir(parents=True)
         except OSError as error:
@@ -101,14 +114,18 @@ class LeRobotWriter:
         episode = len(self._rows)
         if not isinstance(task, str) or not task.strip():
             raise ValueError(f"episode {episode}: task={task!r} must be an instruction")
-        arrays = _check_frames(self.features, frames, episode)
+        arrays = check_frames(self.features, frames, episode)
         length = len(next(iter(arrays.values())))
+        for track in self._videos.values():
+            track.check_length(length, episode)
         task_index = self._tasks.setdefault(task, len(self._tasks))
         arrays |= self._bookkeeping(length, episode, task_index)
 
         table, image_bytes = self._to_table(arrays)
         statistics = self._episode_statistics(arrays)
         self._write_row_group(table, table.nbytes, image_bytes)
+        spans = self._threads.map(lambda key: self._videos[key].add(arrays[key]), self._videos)
+        video_columns = {column: value for span in spans for column, value in span.items()}
         chunk_index, file_index = divmod(self._file_number, fmt.FILES_PER_CHUNK)
         self._rows.append(
             {
@@ -119,6 +136,7 @@ class LeRobotWriter:
                 "data/file_index": file_index,
                 "dataset_from_index": self._num_frames,
                 "dataset_to_index": self._num_frames + length,
+                **video_columns,
                 "meta/episodes/chunk_index": 0,
                 "meta/episodes/file_index": 0,
                 **statistics,
@@ -144,8 +162,7 @@ class LeRobotWriter:
         if not self._rows:
             self.discard()
             raise ValueError(f"no episode was added; there is no data set to write to '{self.root}'")
-        self._parquet.close()
-        self._threads.shutdown()
+        self._close_files()
         self._write_tasks()
         self._write_episodes()
         save_statistics(self._pooled_statistics(), self._folder / fmt.STATS_FILE)
@@ -157,11 +174,16 @@ class LeRobotWriter:
         """Drops everything recorded so far; `root` stays as it was."""
         if self._finished:
             return
-        if self._parquet is not None:
-            self._parquet.close()
-        self._threads.shutdown()
+        self._close_files()
         shutil.rmtree(self._folder)
         self._finished = True
+
+    def _close_files(self) -> None:
+        self._threads.shutdown()
+        if self._parquet is not None:
+            self._parquet.close()
+        for track in self._videos.values():
+            track.close()
 
     def __enter__(self) -> Self:
         return self
@@ -190,7 +212,9 @@ class LeRobotWriter:
         image_bytes = 0
         for key, array in arrays.items():
             feature = self.features.get(key)
-            if feature is not None and feature.is_image:
+            if key in self._videos:
+                continue
+            if feature is not None and feature.is_camera:
                 encoded = list(self._threads.map(encode_png, array))
                 image_bytes += sum(map(len, encoded))
                 paths = [f"frame-{i:06d}.png" for i in range(len(encoded))]
@@ -266,6 +290,10 @@ class LeRobotWriter:
         pq.write_table(pa.Table.from_pylist(self._rows), path)
 
     def _info(self) -> dict[str, Any]:
+        features = {
+            key: replace(feature, video_info=self._videos[key].info) if key in self._videos else feature
+            for key, feature in self.features.items()
+        }
         bookkeeping = {key: fmt.Feature(key, dtype, (1,)) for key, dtype in fmt.BOOKKEEPING_DTYPES.items()}
         return {
             "codebase_version": fmt.CODEBASE_VERSION,
@@ -275,12 +303,12 @@ class LeRobotWriter:
             "total_tasks": len(self._tasks),
             "chunks_size": fmt.FILES_PER_CHUNK,
             "data_files_size_in_mb": self.data_file_size_mb,
-            "video_files_size_in_mb": fmt.VIDEO_FILE_SIZE_MB,
+            "video_files_size_in_mb": self.video_file_size_mb,
             "fps": self.fps,
             "splits": {"train": f"0:{len(self._rows)}"},
             "data_path": fmt.DATA_PATH,
-            "video_path": None,
-            "features": {key: feature.to_json() for key, feature in {**self.features, **bookkeeping}.items()},
+            "video_path": fmt.VIDEO_PATH if self._videos else None,
+            "features": {key: feature.to_json() for key, feature in {**features, **bookkeeping}.items()},
         }
 
     def _put_in_place(self) -> None:
@@ -308,33 +336,6 @@ def encode_png(image: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
-def _parse_features(features: Mapping[str, Mapping[str, Any]]) -> dict[str, fmt.Feature]:
-    if not features:
-        raise ValueError("features is empty; name at least 'action' with its dtype and shape")
-    parsed = {}
-    for key, spec in features.items():
-        if key in fmt.BOOKKEEPING_DTYPES:
-            raise ValueError(f"features names '{key}', which the writer fills itself; leave it out")
-        if "/" in key:
-            raise ValueError(f"features names '{key}'; LeRobot allows no '/' in a feature's name")
-        if set(spec) - {"dtype", "shape", "names"} or not {"dtype", "shape"} <= set(spec):
-            raise ValueError(f"feature '{key}' needs dtype, shape and optionally names, found {sorted(spec)}")
-        parsed[key] = _parse_feature(key, str(spec["dtype"]), tuple(spec["shape"]), spec.get("names"))
-    return parsed
-
-
-def _parse_feature(key: str, dtype: str, shape: tuple[int, ...], names: Any) -> fmt.Feature:
-    if dtype == "image":
-        if len(shape) != 3 or shape[2] != 3 or min(shape) < 1:
-            raise ValueError(f"feature '{key}' has shape {list(shape)}; an image is [height, width, 3]")
-        return fmt.Feature(key, dtype, shape, names or ["height", "width", "channel"])
-    if dtype not in fmt.NUMERIC_DTYPES:
-        raise ValueError(f"feature '{key}' has dtype '{dtype}'; use 'image' or one of {sorted(fmt.NUMERIC_DTYPES)}")
-    if len(shape) != 1 or shape[0] < 1:
-        raise ValueError(f"feature '{key}' has shape {list(shape)}; numeric features have one axis, as in [7]")
-    return fmt.Feature(key, dtype, shape, names)
-
-
 def _check_target(root: Path, overwrite: bool) -> None:
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return
@@ -348,46 +349,17 @@ def _check_target(root: Path, overwrite: bool) -> None:
         raise FileExistsError(f"'{root}' is no LeRobot data set ({fmt.INFO_FILE} is missing), so it is not replaced")
 
 
-def _check_frames(
-    features: Mapping[str, fmt.Feature], frames: Mapping[str, NDArray[Any]], episode: int
-) -> dict[str, NDArray[Any]]:
-    """The frames in the order of `features`, or ValueError naming the episode and the column."""
-    missing, extra = sorted(set(features) - set(frames)), sorted(set(frames) - set(features))
-    if missing or extra:
-        raise ValueError(f"episode {episode}: missing columns {missing}, unknown columns {extra}")
-    checked: dict[str, NDArray[Any]] = {}
-    first: tuple[str, int] | None = None
-    for key, feature in features.items():
-        where = f"episode {episode}, column '{key}'"
-        array = frames[key]
-        dtype = "uint8" if feature.is_image else feature.dtype
-        if not isinstance(array, np.ndarray):
-            raise ValueError(f"{where}: expected a numpy array, found {type(array).__name__}")
-        if array.dtype != np.dtype(dtype):
-            raise ValueError(f"{where}: dtype {array.dtype}, expected {dtype}")
-        if array.ndim == 1 and feature.shape == (1,):
-            array = array[:, None]
-        if array.shape[1:] != feature.shape or not array.ndim or not len(array):
-            raise ValueError(f"{where}: shape {list(array.shape)}, expected [T, {', '.join(map(str, feature.shape))}]")
-        if first is None:
-            first = (key, len(array))
-        elif len(array) != first[1]:
-            raise ValueError(f"{where}: {len(array)} frames, but '{first[0]}' has {first[1]}")
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            frame = int(np.argwhere(~np.isfinite(array))[0, 0])
-            raise ValueError(f"{where}: frame {frame} is not finite")
-        checked[key] = array
-    return checked
-
-
 def _pixel_histogram(images: NDArray[np.uint8]) -> tuple[NDArray[np.int64], int]:
     """Histogram [3, 256] over sampled frames, and how many: all below 100, else LeRobot's rule n^0.75, evenly spaced.
 
-    images: uint8 [T, h, w, 3].
+    images: uint8 [T, h, w, 3]; of 300 pixels and more every second one, or every third and so on, so that about 150
+    are left.
     """
     n = len(images)
     count = n if n < 100 else max(100, min(int(n**0.75), 10_000))
-    sample = images[np.round(np.linspace(0, n - 1, count)).astype(np.int64)]
+    side = max(images.shape[1:3])
+    stride = side // _SAMPLED_SIDE if side >= 2 * _SAMPLED_SIDE else 1
+    sample = images[np.round(np.linspace(0, n - 1, count)).astype(np.int64), ::stride, ::stride]
     histogram = [np.bincount(sample[..., channel].ravel(), minlength=256) for channel in range(3)]
     return np.stack(histogram).astype(np.int64), count
 

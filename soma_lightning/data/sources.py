@@ -13,6 +13,7 @@ import numpy as np
 
 from soma_lightning.data import lerobot_format as fmt
 from soma_lightning.data.lerobot import LeRobotDataset, check_episodes
+from soma_lightning.data.lerobot_metadata import load_episodes, load_tasks
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ def choose_episodes(source: DataSource) -> list[int]:
     Raises what `LeRobotDataset` raises, and ValueError naming what there is when a filter leaves nothing.
     """
     root = Path(source.root)
-    lengths = [row.length for row in fmt.load_episodes(root, fmt.load_info(root))]
+    info = fmt.load_info(root)
+    lengths = [row.length for row in load_episodes(root, info)]
     wanted = source.episodes
     numbers = parse_ranges(wanted, len(lengths)) if isinstance(wanted, str) else wanted
     assert not isinstance(numbers, int)
@@ -133,7 +135,7 @@ def choose_episodes(source: DataSource) -> list[int]:
     if not chosen:
         raise ValueError(
             f"no episode of '{root}' passes {source.filters}: it has {len(lengths)} episodes of {min(lengths)} to "
-            f"{max(lengths)} frames with the tasks {fmt.load_tasks(root)}"
+            f"{max(lengths)} frames with the tasks {load_tasks(root, info)}"
         )
     return chosen[: source.max_episodes]
 

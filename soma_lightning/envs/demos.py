@@ -70,9 +70,10 @@ class RecordingSummary:
         return {**asdict(self), "tasks": tasks}
 
 
-def demonstration_features(image_size: int) -> dict[str, dict[str, Any]]:
-    """The data set's features, as `LeRobotWriter` takes them."""
-    image = {"dtype": "image", "shape": (image_size, image_size, 3), "names": ["height", "width", "channel"]}
+def demonstration_features(image_size: int, *, videos: bool = False) -> dict[str, dict[str, Any]]:
+    """The data set's features, as `LeRobotWriter` takes them. videos: cameras as video instead of embedded images."""
+    dtype = "video" if videos else "image"
+    image = {"dtype": dtype, "shape": (image_size, image_size, 3), "names": ["height", "width", "channel"]}
     return {
         _MAIN_CAMERA: image,
         _WRIST_CAMERA: dict(image),

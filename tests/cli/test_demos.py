@@ -45,6 +45,20 @@ def test_a_recording_reads_as_a_data_set(tmp_path: Path, capsys: pytest.CaptureF
     np.testing.assert_array_equal(np.asarray(item["action"])[:, 3:6], 0.0)
 
 
+def test_videos_instead_of_images(tmp_path: Path) -> None:
+    out = tmp_path / "demos"
+    assert main(arguments(out, "--videos", "true")) == 0
+    info = json.loads((out / "meta" / "info.json").read_text())
+    cameras = ["observation.images.image", "observation.images.image2"]
+    assert [info["features"][camera]["dtype"] for camera in cameras] == ["video", "video"]
+    assert main(arguments(tmp_path / "images")) == 0
+    videos, images = LeRobotDataset(out), LeRobotDataset(tmp_path / "images")
+    assert len(videos) == len(images)
+    for camera in cameras:
+        difference = videos[7][camera].float() - images[7][camera].float()
+        assert difference.abs().mean() < 4  # of 255: lossy, but the same picture
+
+
 def test_an_existing_folder_is_only_replaced_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "demos"
     assert main(arguments(out)) == 0

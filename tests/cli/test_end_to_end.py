@@ -369,8 +369,8 @@ def nan_action(root: Path) -> None:
     ("damage", "messages"),
     [
         (
-            rewrite_info(codebase_version="v2.1"),
-            ("codebase_version 'v2.1' cannot be read", "convert_dataset_v21_to_v30"),
+            rewrite_info(codebase_version="v1.6"),
+            ("codebase_version 'v1.6' cannot be read", "record it anew"),
         ),
         (rewrite_info(codebase_version="v4.0"), ("codebase_version 'v4.0' cannot be read; supported: v3.0",)),
         (rewrite_info(features=[]), ("info.json: features=[] must be an object",)),

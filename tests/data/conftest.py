@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from soma_lightning.data.lerobot_writer import LeRobotWriter
+from tests.data.videos import CAMERA, FPS, HEIGHT, LENGTHS, WIDTH, features, frames
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "lerobot_dataset"
 
@@ -95,3 +96,23 @@ def make_frames(
         "observation.state": state,
         "action": action,
     }
+
+
+@pytest.fixture
+def record_video(tmp_path: Path) -> Callable[..., Path]:
+    """Records a data set of `frames` with videos, or with the cameras {key: dtype}."""
+
+    def make(
+        lengths: tuple[int, ...] = LENGTHS,
+        cameras: dict[str, str] | None = None,
+        name: str = "data",
+        size: tuple[int, int] = (HEIGHT, WIDTH),
+        **settings: Any,
+    ) -> Path:
+        cameras = cameras or {CAMERA: "video"}
+        with LeRobotWriter(tmp_path / name, fps=FPS, features=features(cameras, *size), **settings) as writer:
+            for episode, length in enumerate(lengths):
+                writer.add_episode(frames(episode, length, cameras, *size), "pick up the cube")
+        return tmp_path / name
+
+    return make

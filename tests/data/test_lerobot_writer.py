@@ -329,7 +329,8 @@ def test_missing_columns_and_empty_tasks(tmp_path: Path) -> None:
         ({"action": {"dtype": "float32"}}, "needs dtype, shape"),
         ({"action": {"dtype": "float32", "shape": [2, 3]}}, "numeric features have one axis"),
         ({"action": {"dtype": "float8", "shape": [2]}}, "dtype 'float8'"),
-        ({CAMERA: {"dtype": "video", "shape": [8, 8, 3]}}, "dtype 'video'"),
+        ({CAMERA: {"dtype": "video", "shape": [8, 7, 3]}}, "height and width must be even"),
+        ({CAMERA: {"dtype": "video", "shape": [8, 8]}}, r"an image is \[height, width, 3\]"),
         ({CAMERA: {"dtype": "image", "shape": [3, 8, 8]}}, r"an image is \[height, width, 3\]"),
     ],
 )
