@@ -39,8 +39,9 @@ class LiberoEnv(TaskEnv[TaskSpec]):
     False goes on to the limit with `success` kept and nothing more paid. hard_reset: load the model anew in every
     reset, as reported evaluations need; False is ten times faster and not exactly repeatable. reflections: draw mirror
     images on the table, as the public data sets have them. seed: initial states say nothing about cabinets, stoves and
-    racks, whose place LIBERO draws (within 2 cm); episode k draws from seed + k, so it is the same in every run.
-    assets_root: LIBERO's folder `assets`; None finds an installed one.
+    racks, whose place LIBERO draws (within 2 cm); episode k draws from seed + k, so it is the same in every run. stream:
+    which family of initial states; 0 is the benchmark's own, another one is drawn by LIBERO's rules for the task, as for
+    its human demonstrations: any number of states that no evaluation uses. assets_root: LIBERO's folder `assets`; None finds an installed one.
 
     Raises ValueError for a setting out of range, ImportError and FileNotFoundError with the install line when LIBERO
     or its assets are missing.
@@ -62,12 +63,14 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         hard_reset: bool = True,
         reflections: bool = True,
         seed: int = 7,
+        stream: int = 0,
         assets_root: str | Path | None = None,
     ) -> None:
         limits = {
             "image_size": (image_size, 16, 1024),
             "settle_steps": (settle_steps, 0, 1000),
             "seed": (seed, 0, 2**31),
+            "stream": (stream, 0, 2**31),
         }
         if max_steps is not None:
             limits["max_steps"] = (max_steps, 1, 100_000)
@@ -82,7 +85,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         self.assets_root = assets_root
         self.suite, self.image_size, self.cameras = suite, image_size, tuple(cameras)
         self.settle_steps, self.end_on_success, self.seed = settle_steps, end_on_success, seed
-        self.hard_reset, self.reflections = hard_reset, reflections
+        self.hard_reset, self.reflections, self.stream = hard_reset, reflections, stream
         self._init_states: dict[str, np.ndarray] = {}
         self._simulator: LiberoSimulator | None = None
         self._simulated: str | None = None  # the task that the simulator was built for
@@ -90,13 +93,8 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         self._steps = 0
         self._success = self._done = self._closed = False
 
-    def num_init_states(self, task: str) -> int:
-        """How many initial states the benchmark fixes for `task` (50)."""
-        require_known("task", task, self.tasks)
-        return len(self._init_states_of(task))
-
     def reset(self, task: str, init_state: int) -> None:
-        """Starts `task` from the benchmark's initial state `init_state` (0..49) and lets the objects settle.
+        """Starts `task` from `init_state` (0..49 of stream 0, any number of another one) and lets the objects settle.
 
         Raises ValueError for an unknown task or initial state, RuntimeError when LIBERO cannot place its objects, and
         whatever the simulator raises; none of them is tried again for ever.
@@ -104,13 +102,11 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         if self._closed:
             raise RuntimeError("this LiberoEnv is closed; make a new one")
         require_known("task", task, self.tasks)
-        states = self._init_states_of(task)
-        if not 0 <= init_state < len(states):
-            raise ValueError(f"init_state={init_state} of task '{task}' does not exist; it has 0..{len(states) - 1}")
+        state, seed = self._start(task, init_state)
         self._task = None
         try:
             simulator = self._simulator_of(task)
-            self._raw = simulator.reset(states[init_state], self.seed + init_state)
+            self._raw = simulator.reset(state, seed)
             for _ in range(self.settle_steps):
                 self._raw, _ = simulator.step(_OPEN_AND_WAIT)
         except BaseException:
@@ -169,10 +165,19 @@ class LiberoEnv(TaskEnv[TaskSpec]):
             self._closed, self._task = True, None
             self._drop_simulator()
 
-    def _init_states_of(self, task: str) -> np.ndarray:
+    def _start(self, task: str, init_state: int) -> tuple[np.ndarray | None, int]:
+        """The state of the objects, None where they are drawn, and the seed of what is drawn."""
+        if self.stream:
+            if init_state < 0:
+                raise ValueError(f"init_state={init_state} of task '{task}' is negative; initial states count from 0")
+            words = np.random.SeedSequence((self.stream, self.seed, init_state)).generate_state(1)
+            return None, int(words[0])
         if task not in self._init_states:
             self._init_states[task] = self._suite.init_states(task)
-        return self._init_states[task]
+        states = self._init_states[task]
+        if not 0 <= init_state < len(states):
+            raise ValueError(f"init_state={init_state} of task '{task}' does not exist; it has 0..{len(states) - 1}")
+        return states[init_state], self.seed + init_state
 
     def _simulator_of(self, task: str) -> LiberoSimulator:
         if self._simulator is None or self._simulated != task:

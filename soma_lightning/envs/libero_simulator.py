@@ -72,11 +72,11 @@ class LiberoSimulator:
         if image_size is not None:
             self._sample_with_the_observables()
 
-    def reset(self, init_state: np.ndarray, seed: int) -> dict[str, np.ndarray]:
+    def reset(self, init_state: np.ndarray | None, seed: int) -> dict[str, np.ndarray]:
         """Starts from `init_state` float64 [D] and returns the raw observation without images.
 
-        seed: of NumPy's global generator, which LIBERO draws the places of its fixtures from (they are part of the
-        model, not of the state); the generator is left as it was found. Raises RuntimeError when MAX_RESET_ATTEMPTS
+        init_state None: from what LIBERO draws. seed: of NumPy's global generator, which LIBERO draws from, in any case
+        the places of its fixtures (they are part of the model, not of the state); the generator is left as it was found. Raises RuntimeError when MAX_RESET_ATTEMPTS
         placements collide; any other error is passed on at once.
         """
         # Not `ControlEnv.reset`: it swallows every exception and tries again for ever.
@@ -91,7 +91,8 @@ class LiberoSimulator:
                         raise RuntimeError(
                             f"LIBERO found no free place for its objects in {attempt} attempts; use another seed"
                         ) from error
-            return dict(self._control.set_init_state(init_state))
+            drawn = self._control.get_sim_state() if init_state is None else init_state
+            return dict(self._control.set_init_state(drawn))
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], bool]:
         """Executes one control step of 50 ms; returns the raw observation and whether the goal holds now."""
