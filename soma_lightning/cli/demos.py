@@ -43,7 +43,9 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--states", type=int, help="use the init states 0 to N-1 only, in turn, and keep the others for evaluation"
     )
-    parser.add_argument("--noise", type=float, default=0.25, help="disturbance of the executed actions, action units")
+    parser.add_argument(
+        "--noise", type=float, help="disturbance of the executed actions, action units; the expert's own when left out"
+    )
     parser.add_argument("--workers", type=int, default=available_cpus(), help="simulator processes")
     parser.add_argument("--image_size", type=int, default=64, help="side of both images, pixels")
     parser.add_overwrite("replace a data set that is already there")

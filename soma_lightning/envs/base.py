@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
@@ -123,11 +123,26 @@ class TaskEnv(ManipulationEnv, Generic[TaskT]):
         return self._task
 
 
+@dataclass(frozen=True)
+class DisturbanceModel:
+    """How recordings disturb an expert's actions.
+
+    noise: standard deviation of the translation, action units, unless the recording sets another. rotation: the
+    rotation's, as a share of it. push_probability: that a push begins in a step.
+    """
+
+    noise: float = 0.25
+    rotation: float = 0.0
+    push_probability: float = 0.03
+
+
 class ScriptedExpert(ABC):
     """Solves an environment's tasks by looking at the whole scene; built with the environment that it acts in.
 
     It may remember what it is doing, so it is reset with every episode. It draws no random numbers.
     """
+
+    disturbance: ClassVar[DisturbanceModel] = DisturbanceModel()
 
     @abstractmethod
     def __init__(self, env: Any) -> None: ...
@@ -153,6 +168,10 @@ class ScriptedExpert(ABC):
     @abstractmethod
     def act(self) -> np.ndarray:
         """The action for the scene as it is now, float32 [7] in -1..1; called once a step."""
+
+    def may_be_pushed(self) -> bool:
+        """Whether a push may begin with the next action; False where it would only spoil the attempt."""
+        return True
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def record_demonstrations(
     episodes: int,
     writer: EpisodeWriter,
     seed: int = 0,
-    noise: float = 0.25,
+    noise: float | None = None,
     states: int | None = None,
     workers: int = 1,
     timeout_s: float = 120.0,
@@ -97,17 +97,18 @@ def record_demonstrations(
 ) -> RecordingSummary:
     """Records `episodes` successful demonstrations of every task and hands them to `writer`, task by task.
 
-    noise: standard deviation of the disturbance, action units; the stored actions are the expert's clean ones. states:
-    attempts take the init states 0 .. states - 1 in turn; None: all that the environment has. workers: 1 records in
-    this process, more in that many spawned ones; the result is the same. timeout_s: the longest one attempt may take in
-    a worker. store: where finished attempts are kept, and those of an earlier run found. report: receives lines of
-    progress.
+    noise: standard deviation of the disturbance, action units; None: the expert's own. The stored actions are the
+    expert's clean ones. states: attempts take the init states 0 .. states - 1 in turn; None: all that the environment
+    has. workers: 1 records in this process, more in that many spawned ones; the result is the same. timeout_s: the
+    longest one attempt may take in a worker. store: where finished attempts are kept, and those of an earlier run
+    found. report: receives lines of progress.
 
     Raises ValueError for unknown names and values out of range, RuntimeError when a task succeeds so rarely that
     `episodes` are not reached within five times as many attempts, WorkerError when a worker fails.
     """
     check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, states=states, workers=workers)
     stream = expert_class(spec.name).recording_settings(seed).get("stream")
+    noise = recording_noise(spec, noise)
     summary = RecordingSummary(spec.name, dict(spec.settings), seed, stream, noise, states)
     with _attempts(partial(Recorder, spec, seed, noise, states), workers, timeout_s) as made:
         attempts_of = made if store is None else partial(_kept_attempts, store, made)
@@ -116,20 +117,32 @@ def record_demonstrations(
     return summary
 
 
-def recording_identity(spec: EnvSpec, *, seed: int, noise: float, states: int | None) -> dict[str, Any]:
+def recording_noise(spec: EnvSpec, noise: float | None) -> float:
+    """The disturbance's standard deviation, action units: `noise`, or the expert's own for None."""
+    return expert_class(spec.name).disturbance.noise if noise is None else noise
+
+
+def recording_identity(spec: EnvSpec, *, seed: int, noise: float | None, states: int | None) -> dict[str, Any]:
     """What an attempt depends on besides task and number, for an `AttemptStore`."""
     return {
         "environment": spec.name,
         "settings": dict(spec.settings),
         "seed": seed,
-        "noise": noise,
+        "noise": recording_noise(spec, noise),
         "states": states,
         "versions": {name: version(name) for name in ("soma-lightning", "mujoco")},
     }
 
 
 def check_recording(
-    spec: EnvSpec, tasks: Sequence[str], *, episodes: int, seed: int, noise: float, states: int | None, workers: int
+    spec: EnvSpec,
+    tasks: Sequence[str],
+    *,
+    episodes: int,
+    seed: int,
+    noise: float | None,
+    states: int | None,
+    workers: int,
 ) -> None:
     """Raises ValueError for settings that `record_demonstrations` cannot work with, before anything is started."""
     expert = expert_class(spec.name)

@@ -10,7 +10,7 @@ import pytest
 
 from soma_lightning.envs.demos import check_recording
 from soma_lightning.envs.libero import LiberoEnv
-from soma_lightning.envs.libero_expert import EXPERT_TASKS, LiberoExpert
+from soma_lightning.envs.libero_expert import EXPERT_TASKS, LiberoExpert, Phase
 from soma_lightning.envs.registry import EnvSpec
 from soma_lightning.imports import is_available
 
@@ -36,6 +36,8 @@ def attempt(env: LiberoEnv, expert: LiberoExpert, task: str) -> tuple[bool, np.n
     expert.reset()
     actions = []
     while True:
+        phase = expert._running().phase
+        assert expert.may_be_pushed() == (phase in (Phase.HOVER, Phase.DOWN, Phase.LIFT, Phase.CARRY))
         actions.append(expert.act())
         outcome = env.step(actions[-1])
         if outcome.done:

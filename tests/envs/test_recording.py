@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from soma_lightning.envs.attempts import AttemptStore
+from soma_lightning.envs.base import DisturbanceModel
 from soma_lightning.envs.demos import demonstration_features, record_demonstrations, recording_identity
 from soma_lightning.envs.recorder import Disturbance, Recorder
-from soma_lightning.envs.registry import EnvSpec
+from soma_lightning.envs.registry import EnvSpec, expert_class
 from soma_lightning.envs.worker import WorkerError
 
 SPEC = EnvSpec("somatable", {"image_size": 32})
@@ -163,18 +164,64 @@ def test_labels_are_the_experts_own_actions() -> None:
     clean.close()
 
 
+def disturbed(model: DisturbanceModel, steps: int, *, may_be_pushed: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Draws [steps, 6] of noise 0.25, and which of them hold a push."""
+    disturbance = Disturbance(0.25, np.random.default_rng(0), model)
+    drawn, pushed = np.empty((steps, 6)), np.empty(steps, bool)
+    for step in range(steps):
+        drawn[step] = disturbance.draw(may_be_pushed=may_be_pushed)
+        pushed[step] = np.abs(drawn[step] - disturbance._correlated).max() > 0.0
+    return drawn, pushed
+
+
 def test_disturbance_has_the_stated_size() -> None:
     """Without pushes, AR(1) with 0.8 and 0.6 keeps the standard deviation of its input: 0.6 / sqrt(1 - 0.64) = 1."""
-    disturbance = Disturbance(0.25, np.random.default_rng(0))
-    drawn = []
-    for _ in range(20000):
-        value = disturbance.draw()
-        if disturbance._push_steps_left == 0 and np.abs(value - disturbance._correlated).max() == 0.0:
-            drawn.append(value)
-    assert np.std(drawn) == pytest.approx(0.25, rel=0.05)
-    pushed = 1 - len(drawn) / 20000
-    assert pushed == pytest.approx(0.03 * 5 / (1 + 0.03 * 4), rel=0.15)
-    np.testing.assert_array_equal(Disturbance(0.0, np.random.default_rng(0)).draw(), np.zeros(3))
+    drawn, pushed = disturbed(DisturbanceModel(), 20000)
+    assert np.std(drawn[~pushed, :3]) == pytest.approx(0.25, rel=0.05)
+    assert np.mean(pushed) == pytest.approx(0.03 * 5 / (1 + 0.03 * 4), rel=0.15)
+    np.testing.assert_array_equal(drawn[:, 3:], 0.0)
+    silent = Disturbance(0.0, np.random.default_rng(0), DisturbanceModel())
+    np.testing.assert_array_equal(silent.draw(), np.zeros(6))
+
+
+def test_a_model_turns_the_hand_and_pushes_it_as_often_as_it_says() -> None:
+    drawn, pushed = disturbed(DisturbanceModel(rotation=0.2, push_probability=0.02), 20000)
+    assert np.std(drawn[:, 3:]) == pytest.approx(0.25 * 0.2, rel=0.05)
+    assert np.mean(pushed) == pytest.approx(0.02 * 5 / (1 + 0.02 * 4), rel=0.15)
+    begins = np.flatnonzero(pushed[1:] & ~pushed[:-1])
+    assert all(pushed[begin + 1 : begin + 6].all() for begin in begins), "a push lasts 5 steps"
+    assert not disturbed(DisturbanceModel(), 20000, may_be_pushed=False)[1].any()
+
+
+def test_a_push_begins_only_where_the_expert_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is asked for before the action, because the action may end its phase."""
+    asked: list[str] = []
+    original = expert_class("somatable")
+    act = original.act
+    monkeypatch.setattr(original, "disturbance", DisturbanceModel(push_probability=1.0))
+    monkeypatch.setattr(original, "may_be_pushed", lambda self: bool(asked.append("push")))
+    monkeypatch.setattr(original, "act", lambda self: asked.append("act") or act(self))
+    monkeypatch.setattr(Disturbance, "draw", _without_pushes(Disturbance.draw))
+    recorder = Recorder(SPEC, seed=0)
+    assert recorder.attempt("reach_green", 0) is not None
+    recorder.close()
+    assert asked == ["push", "act"] * (len(asked) // 2)
+
+
+def _without_pushes(draw: Any) -> Any:
+    def checked(self: Disturbance, **settings: bool) -> np.ndarray:
+        drawn = draw(self, **settings)
+        np.testing.assert_array_equal(drawn, self._correlated)
+        return drawn
+
+    return checked
+
+
+def test_noise_is_the_experts_own_unless_it_is_given() -> None:
+    assert recording_identity(SPEC, seed=0, noise=None, states=None)["noise"] == 0.25
+    assert recording_identity(SPEC, seed=0, noise=0.1, states=None)["noise"] == 0.1
+    libero = EnvSpec("libero", {"suite": "libero_goal"})
+    assert recording_identity(libero, seed=0, noise=None, states=None)["noise"] == 0.2
 
 
 @pytest.mark.parametrize(
