@@ -41,9 +41,6 @@ def build_parser() -> CommandParser:
     parser.add_argument("--out", type=str, required=True, help="folder of the data set to be")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other init states and other noise")
     parser.add_argument(
-        "--states", type=int, help="use the init states 0 to N-1 only, in turn, and keep the others for evaluation"
-    )
-    parser.add_argument(
         "--noise", type=float, help="disturbance of the executed actions, action units; the expert's own when left out"
     )
     parser.add_argument("--workers", type=int, default=available_cpus(), help="simulator processes")
@@ -76,7 +73,7 @@ def record(options: Namespace) -> RecordingSummary:
     if "image_size" in options.env_options:
         raise ValueError("--env_options.image_size: both images have one size, --image_size")
     spec = EnvSpec(options.env, {**options.env_options, "image_size": options.image_size})
-    conditions = {"seed": options.seed, "noise": options.noise, "states": options.states}
+    conditions = {"seed": options.seed, "noise": options.noise}
     check_recording(spec, options.task, episodes=options.episodes, workers=options.workers, **conditions)
     store = open_store(Path(options.out), recording_identity(spec, **conditions), overwrite=options.overwrite)
     with LeRobotWriter(

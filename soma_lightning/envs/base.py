@@ -158,10 +158,6 @@ class ScriptedExpert(ABC):
         """Settings of the environment that recordings with `seed` add to the user's."""
 
     @abstractmethod
-    def init_state(self, task: str, attempt: int) -> int:
-        """The init state of attempt number `attempt` (from 0) at recording `task`."""
-
-    @abstractmethod
     def reset(self) -> None:
         """Starts with the episode that the environment just started. ValueError for a task without an expert."""
 

@@ -58,9 +58,8 @@ class RecordingSummary:
     environment: str
     settings: dict[str, Any]
     seed: int
-    init_state_stream: int | None  # None: the environment has one set of init states, which recordings share
+    init_state_stream: int
     noise: float
-    states: int | None
     tasks: list[TaskSummary] = field(default_factory=list)
     num_frames: int = 0
 
@@ -89,7 +88,6 @@ def record_demonstrations(
     writer: EpisodeWriter,
     seed: int = 0,
     noise: float | None = None,
-    states: int | None = None,
     workers: int = 1,
     timeout_s: float = 120.0,
     store: AttemptStore | None = None,
@@ -98,19 +96,18 @@ def record_demonstrations(
     """Records `episodes` successful demonstrations of every task and hands them to `writer`, task by task.
 
     noise: standard deviation of the disturbance, action units; None: the expert's own. The stored actions are the
-    expert's clean ones. states: attempts take the init states 0 .. states - 1 in turn; None: all that the environment
-    has. workers: 1 records in this process, more in that many spawned ones; the result is the same. timeout_s: the
-    longest one attempt may take in a worker. store: where finished attempts are kept, and those of an earlier run
-    found. report: receives lines of progress.
+    expert's clean ones. workers: 1 records in this process, more in that many spawned ones; the result is the same.
+    timeout_s: the longest one attempt may take in a worker. store: where finished attempts are kept, and those of an
+    earlier run found. report: receives lines of progress.
 
     Raises ValueError for unknown names and values out of range, RuntimeError when a task succeeds so rarely that
     `episodes` are not reached within five times as many attempts, WorkerError when a worker fails.
     """
-    check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, states=states, workers=workers)
-    stream = expert_class(spec.name).recording_settings(seed).get("stream")
+    check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, workers=workers)
+    stream = expert_class(spec.name).recording_settings(seed)["stream"]
     noise = recording_noise(spec, noise)
-    summary = RecordingSummary(spec.name, dict(spec.settings), seed, stream, noise, states)
-    with _attempts(partial(Recorder, spec, seed, noise, states), workers, timeout_s) as made:
+    summary = RecordingSummary(spec.name, dict(spec.settings), seed, stream, noise)
+    with _attempts(partial(Recorder, spec, seed, noise), workers, timeout_s) as made:
         attempts_of = made if store is None else partial(_kept_attempts, store, made)
         for task in tasks:
             summary.num_frames += _record_task(task, episodes, attempts_of, writer, summary.tasks, report)
@@ -122,14 +119,13 @@ def recording_noise(spec: EnvSpec, noise: float | None) -> float:
     return expert_class(spec.name).disturbance.noise if noise is None else noise
 
 
-def recording_identity(spec: EnvSpec, *, seed: int, noise: float | None, states: int | None) -> dict[str, Any]:
+def recording_identity(spec: EnvSpec, *, seed: int, noise: float | None) -> dict[str, Any]:
     """What an attempt depends on besides task and number, for an `AttemptStore`."""
     return {
         "environment": spec.name,
         "settings": dict(spec.settings),
         "seed": seed,
         "noise": recording_noise(spec, noise),
-        "states": states,
         "versions": {name: version(name) for name in ("soma-lightning", "mujoco")},
     }
 
@@ -141,7 +137,6 @@ def check_recording(
     episodes: int,
     seed: int,
     noise: float | None,
-    states: int | None,
     workers: int,
 ) -> None:
     """Raises ValueError for settings that `record_demonstrations` cannot work with, before anything is started."""
@@ -157,7 +152,6 @@ def check_recording(
         ("episodes", episodes, 1),
         ("seed", seed, 0),
         ("noise", noise, 0),
-        ("states", states, 1),
         ("workers", workers, 1),
     ):
         if value is not None and value < least:

@@ -105,9 +105,6 @@ class LiberoExpert(ScriptedExpert):
         """Streams of their own, so that the benchmark's initial states stay for evaluation."""
         return {"stream": 1 + seed}
 
-    def init_state(self, task: str, attempt: int) -> int:
-        return attempt
-
     def reset(self) -> None:
         task, suite = self._env.task, self._env.suite
         known = self.tasks({"suite": suite, "assets_root": self._env.assets_root})

@@ -75,8 +75,9 @@ class LiberoSimulator:
     def reset(self, init_state: np.ndarray | None, seed: int) -> dict[str, np.ndarray]:
         """Starts from `init_state` float64 [D] and returns the raw observation without images.
 
-        init_state None: from what LIBERO draws. seed: of NumPy's global generator, which LIBERO draws from, in any case
-        the places of its fixtures (they are part of the model, not of the state); the generator is left as it was found. Raises RuntimeError when MAX_RESET_ATTEMPTS
+        init_state None: from what LIBERO draws. seed: of NumPy's global generator, from which LIBERO draws in any case
+        the places of its fixtures (they are part of the model, not of the state); the generator is left as it was
+        found. Raises RuntimeError when MAX_RESET_ATTEMPTS
         placements collide; any other error is passed on at once.
         """
         # Not `ControlEnv.reset`: it swallows every exception and tries again for ever.

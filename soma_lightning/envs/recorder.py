@@ -71,26 +71,22 @@ class Disturbance:
 
 
 class Recorder:
-    """Makes demonstrations in one environment. A result depends on (seed, noise, states, task, index) alone.
+    """Makes demonstrations in one environment. A result depends on (seed, noise, task, index) alone.
 
-    noise: standard deviation of the disturbance, action units; None: the expert's own. states: attempts take the init
-    states 0 .. states - 1 in turn; None: all that there are.
+    noise: standard deviation of the disturbance, action units; None: the expert's own.
     """
 
-    def __init__(self, spec: EnvSpec, seed: int, noise: float | None = None, states: int | None = None) -> None:
+    def __init__(self, spec: EnvSpec, seed: int, noise: float | None = None) -> None:
         expert = expert_class(spec.name)
         self._env = spec.replace(**expert.recording_settings(seed))()
         self._expert = expert(self._env)
-        self._seed, self._states = seed, states
+        self._seed = seed
         self._noise = expert.disturbance.noise if noise is None else noise
 
     def attempt(self, task: str, index: int) -> Rollout | None:
-        """Attempt number `index` of `task`; None when it was not solved. Every attempt has noise of its own."""
-        env, states = self._env, self._states
-        if states is not None and self._expert.init_state(task, states - 1) != states - 1:
-            raise ValueError(f"states={states}, but task '{task}' has fewer init states; lower it or leave it out")
-        init_state = self._expert.init_state(task, index if states is None else index % states)
-        env.reset(task, init_state)
+        """Attempt number `index` of `task`, from the init state of that number; None when it was not solved."""
+        env = self._env
+        env.reset(task, index)
         self._expert.reset()
         seed = (_NOISE_PURPOSE, self._seed, list(env.tasks).index(task), index)
         disturbance = Disturbance(self._noise, np.random.default_rng(seed), self._expert.disturbance)
@@ -110,7 +106,7 @@ class Recorder:
         return Rollout(
             task=task,
             instruction=env.instruction,
-            init_state=init_state,
+            init_state=index,
             main_images=np.stack([one[MAIN_IMAGE] for one in observations]),
             wrist_images=np.stack([one[WRIST_IMAGE] for one in observations]),
             states=np.stack([state_of(one) for one in observations]),

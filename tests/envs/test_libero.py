@@ -193,6 +193,28 @@ def test_fixtures_stand_where_the_episodes_number_puts_them(goal: LiberoEnv) -> 
     assert np.random.get_state()[2] == before  # noqa: NPY002 (building and resetting draw from a seed of their own)
 
 
+def test_other_streams_draw_initial_states_that_the_benchmark_does_not_have(goal: LiberoEnv) -> None:
+    (task,) = goal.tasks
+    drawn = LiberoEnv("libero_goal", task_numbers=[8], cameras=[], settle_steps=0, stream=3)
+
+    def place(env: LiberoEnv, number: int) -> np.ndarray:
+        """Joint positions at the start."""
+        env.reset(task, number)
+        return env.simulator_state()[1:]
+
+    stored = LiberoSuite("libero_goal").init_states(task)[:, 1:]
+    first, far, again = place(drawn, 0), place(drawn, 1000), place(drawn, 0)
+    np.testing.assert_array_equal(first, again)
+    for state in (first, far):
+        nearest = np.abs(stored - state).max(axis=1).min()
+        assert 1e-4 < nearest < 0.1
+    drawn.stream = 4
+    assert np.abs(place(drawn, 0) - first).max() > 1e-4
+    with pytest.raises(ValueError, match="init_state=-1 of task .* is negative"):
+        drawn.reset(task, -1)
+    drawn.close()
+
+
 def test_a_reset_that_fails_raises_at_once_and_the_next_one_works(
     goal: LiberoEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +311,6 @@ def test_every_task_of_every_suite_has_its_files(suite: str) -> None:
 
 def test_wrong_episodes_are_refused_by_name(table: LiberoEnv) -> None:
     task = next(iter(table.tasks))
-    assert table.num_init_states(task) == 50
     with pytest.raises(ValueError, match=rf"init_state=50 of task '{task}' does not exist; it has 0\.\.49"):
         table.reset(task, 50)
     with pytest.raises(ValueError, match=r"unknown task 'pick_up_the_soup'.*Did you mean"):

@@ -63,13 +63,13 @@ def test_other_tasks_are_refused_by_name() -> None:
         spec = EnvSpec("libero", {"suite": "libero_goal", "task_numbers": numbers})
         message = f"unknown task with a scripted expert '{task}'; known: {BOWL_ON_PLATE}"
         with pytest.raises(ValueError, match=message):
-            check_recording(spec, [task], episodes=1, seed=0, noise=0.2, states=None, workers=1)
+            check_recording(spec, [task], episodes=1, seed=0, noise=0.2, workers=1)
 
 
 def test_recordings_need_both_cameras() -> None:
     spec = EnvSpec("libero", {"suite": "libero_goal", "cameras": []})
     with pytest.raises(ValueError, match="demonstrations hold both cameras"):
-        check_recording(spec, [BOWL_ON_PLATE], episodes=1, seed=0, noise=0.2, states=None, workers=1)
+        check_recording(spec, [BOWL_ON_PLATE], episodes=1, seed=0, noise=0.2, workers=1)
 
 
 def test_the_expert_refuses_a_running_task_that_it_cannot_do(goal: LiberoEnv, monkeypatch: pytest.MonkeyPatch) -> None:

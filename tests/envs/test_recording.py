@@ -92,7 +92,7 @@ def test_a_recording_that_was_stopped_goes_on(
         return original(self, task, index)
 
     def store() -> AttemptStore:
-        return AttemptStore(tmp_path / "attempts", recording_identity(SPEC, seed=0, noise=0.25, states=None))
+        return AttemptStore(tmp_path / "attempts", recording_identity(SPEC, seed=0, noise=0.25))
 
     def run() -> tuple[ListWriter, dict[str, object]]:
         writer = ListWriter()
@@ -116,24 +116,13 @@ def test_a_recording_that_was_stopped_goes_on(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"noise": 0.0}, {"states": 3}])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"noise": 0.0}])
 def test_attempts_of_other_settings_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    settings: dict[str, Any] = {"seed": 0, "noise": 0.25, "states": None}
+    settings: dict[str, Any] = {"seed": 0, "noise": 0.25}
     AttemptStore(tmp_path / "attempts", recording_identity(SPEC, **settings)).save("push", 0, None)
     ((name, value),) = change.items()
     with pytest.raises(ValueError, match=rf"with {name}={settings[name]} and not {value}; repeat its settings"):
         AttemptStore(tmp_path / "attempts", recording_identity(SPEC, **{**settings, **change}))
-
-
-def test_states_are_taken_in_turn() -> None:
-    writer = ListWriter()
-    summary = record_demonstrations(
-        SPEC, ["reach_green"], episodes=5, writer=writer, states=2, report=lambda line: None
-    )
-    assert summary.tasks[0].init_states == [0, 1, 0, 1, 0]
-    first, again = (writer.episodes[index][0]["observation.state"] for index in (0, 2))
-    np.testing.assert_array_equal(first[0], again[0])
-    assert not np.array_equal(first[5], again[5]), "every attempt has noise of its own"
 
 
 def test_another_seed_gives_other_scenes(alone: tuple[ListWriter, dict[str, object], list[str]]) -> None:
@@ -218,10 +207,10 @@ def _without_pushes(draw: Any) -> Any:
 
 
 def test_noise_is_the_experts_own_unless_it_is_given() -> None:
-    assert recording_identity(SPEC, seed=0, noise=None, states=None)["noise"] == 0.25
-    assert recording_identity(SPEC, seed=0, noise=0.1, states=None)["noise"] == 0.1
+    assert recording_identity(SPEC, seed=0, noise=None)["noise"] == 0.25
+    assert recording_identity(SPEC, seed=0, noise=0.1)["noise"] == 0.1
     libero = EnvSpec("libero", {"suite": "libero_goal"})
-    assert recording_identity(libero, seed=0, noise=None, states=None)["noise"] == 0.2
+    assert recording_identity(libero, seed=0, noise=None)["noise"] == 0.2
 
 
 @pytest.mark.parametrize(
@@ -233,7 +222,6 @@ def test_noise_is_the_experts_own_unless_it_is_given() -> None:
         ({"episodes": 0}, "episodes=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"noise": -0.1}, "noise=-0.1 must be at least 0"),
-        ({"states": 0}, "states=0 must be at least 1"),
         ({"workers": 0}, "workers=0 must be at least 1"),
         ({"spec": SPEC.replace(stream=3)}, "stream is set by the seed of the recording"),
         ({"spec": SPEC.replace(obs_type="state")}, "demonstrations hold images"),
