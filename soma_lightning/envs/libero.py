@@ -38,8 +38,9 @@ class LiberoEnv(TaskEnv[TaskSpec]):
     motion before the first observation; they do not count. end_on_success: the episode ends when the goal is reached;
     False goes on to the limit with `success` kept and nothing more paid. hard_reset: load the model anew in every
     reset, as reported evaluations need; False is ten times faster and not exactly repeatable. reflections: draw mirror
-    images on the table, as the public data sets have them. seed: initial states say nothing about cabinets, stoves and
-    racks, whose place LIBERO draws (within 2 cm); episode k draws from seed + k, so it is the same in every run.
+    images on the table, as the public data sets have them. multisampling: smooth edges, as they have, too. seed:
+    initial states say nothing about cabinets, stoves and racks, whose place LIBERO draws (within 2 cm); episode k draws
+    from seed + k, so it is the same in every run.
     stream: which family of initial states; 0 is the benchmark's own, another one is drawn by LIBERO's rules for the
     task, as for its human demonstrations: any number of states that no evaluation uses. assets_root: LIBERO's folder
     `assets`; None finds an installed one.
@@ -63,6 +64,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         end_on_success: bool = True,
         hard_reset: bool = True,
         reflections: bool = True,
+        multisampling: bool = True,
         seed: int = 7,
         stream: int = 0,
         assets_root: str | Path | None = None,
@@ -86,7 +88,8 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         self.assets_root = assets_root
         self.suite, self.image_size, self.cameras = suite, image_size, tuple(cameras)
         self.settle_steps, self.end_on_success, self.seed = settle_steps, end_on_success, seed
-        self.hard_reset, self.reflections, self.stream = hard_reset, reflections, stream
+        self.hard_reset, self.reflections, self.multisampling = hard_reset, reflections, multisampling
+        self.stream = stream
         self._init_states: dict[str, np.ndarray] = {}
         self._simulator: LiberoSimulator | None = None
         self._simulated: str | None = None  # the task that the simulator was built for
@@ -188,6 +191,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
                 image_size=self.image_size if self.cameras else None,
                 hard_reset=self.hard_reset,
                 reflections=self.reflections,
+                multisampling=self.multisampling,
             )
             self._simulated = task
         return self._simulator

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,12 +159,14 @@ def check_motion(table: LiberoEnv, first: dict[str, np.ndarray]) -> None:
     assert (outcome.reward, outcome.success, outcome.done) == (0.0, False, False)
 
 
-def test_a_spatial_task_without_mirror_images_and_with_soft_resets() -> None:
+def test_a_spatial_task_without_mirror_images_or_smooth_edges_and_with_soft_resets() -> None:
     """Another suite beside the first in one process; the options change what they say and nothing else."""
-    env = LiberoEnv("libero_spatial", task_numbers=[0], image_size=SIZE, hard_reset=False, cameras=["agentview"])
+    settings: dict[str, Any] = {"image_size": SIZE, "hard_reset": False, "cameras": ["agentview"]}
+    env = LiberoEnv("libero_spatial", task_numbers=[0], multisampling=False, **settings)
     first = started(env)
     assert set(first) == {"agentview_image", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"}
     assert env._simulator is not None
+    assert env._simulator._control.env.sim._render_context_offscreen.con.offSamples == 0
     env._simulator._reflections = False
     dull = env.observe()
     assert 0 < distance(first["agentview_image"], dull["agentview_image"].astype(float)) < 60
