@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from soma_lightning import __version__
 from soma_lightning.contract import ACTION, CAMERA_OF_OBSERVATION, STATE
 from soma_lightning.envs.attempts import AttemptStore
 from soma_lightning.envs.base import ACTION_DIM, MAIN_IMAGE, WRIST_IMAGE, require_known
@@ -23,6 +24,8 @@ from soma_lightning.envs.registry import EnvSpec, expert_class
 from soma_lightning.envs.worker import Worker, WorkerError, WorkerFailure, ordered_results
 
 FPS = 20
+#: An attempt in LIBERO takes a minute or two where drawing is slow, and several where cores are shared, too.
+TIMEOUT_S = 600.0
 _MAIN_CAMERA, _WRIST_CAMERA = CAMERA_OF_OBSERVATION["main_images"], CAMERA_OF_OBSERVATION["wrist_images"]
 _STATE_NAMES = ["x", "y", "z", "axis_angle_x", "axis_angle_y", "axis_angle_z", "left_finger", "right_finger"]
 _ACTION_NAMES = ["dx", "dy", "dz", "rotation_x", "rotation_y", "rotation_z", "gripper"]
@@ -89,7 +92,7 @@ def record_demonstrations(
     seed: int = 0,
     noise: float | None = None,
     workers: int = 1,
-    timeout_s: float = 120.0,
+    timeout_s: float | None = None,
     store: AttemptStore | None = None,
     report: Callable[[str], None] = print,
 ) -> RecordingSummary:
@@ -97,17 +100,17 @@ def record_demonstrations(
 
     noise: standard deviation of the disturbance, action units; None: the expert's own. The stored actions are the
     expert's clean ones. workers: 1 records in this process, more in that many spawned ones; the result is the same.
-    timeout_s: the longest one attempt may take in a worker. store: where finished attempts are kept, and those of an
+    timeout_s: the longest one attempt may take in a worker; None: TIMEOUT_S. store: where finished attempts are kept, and those of an
     earlier run found. report: receives lines of progress.
 
     Raises ValueError for unknown names and values out of range, RuntimeError when a task succeeds so rarely that
     `episodes` are not reached within five times as many attempts, WorkerError when a worker fails.
     """
-    check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, workers=workers)
+    check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, workers=workers, timeout_s=timeout_s)
     stream = expert_class(spec.name).recording_settings(seed)["stream"]
     noise = recording_noise(spec, noise)
     summary = RecordingSummary(spec.name, dict(spec.settings), seed, stream, noise)
-    with _attempts(partial(Recorder, spec, seed, noise), workers, timeout_s) as made:
+    with _attempts(partial(Recorder, spec, seed, noise), workers, timeout_s or TIMEOUT_S) as made:
         attempts_of = made if store is None else partial(_kept_attempts, store, made)
         for task in tasks:
             summary.num_frames += _record_task(task, episodes, attempts_of, writer, summary.tasks, report)
@@ -126,7 +129,7 @@ def recording_identity(spec: EnvSpec, *, seed: int, noise: float | None) -> dict
         "settings": dict(spec.settings),
         "seed": seed,
         "noise": recording_noise(spec, noise),
-        "versions": {name: version(name) for name in ("soma-lightning", "mujoco")},
+        "versions": {"soma-lightning": __version__, "mujoco": version("mujoco")},
     }
 
 
@@ -138,6 +141,7 @@ def check_recording(
     seed: int,
     noise: float | None,
     workers: int,
+    timeout_s: float | None = None,
 ) -> None:
     """Raises ValueError for settings that `record_demonstrations` cannot work with, before anything is started."""
     expert = expert_class(spec.name)
@@ -156,6 +160,10 @@ def check_recording(
     ):
         if value is not None and value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
+    if timeout_s is not None and (timeout_s <= 0 or workers == 1):
+        raise ValueError(
+            f"timeout_s={timeout_s} must be above 0 seconds, and needs workers={workers} to be more than 1"
+        )
     for setting in expert.recording_settings(seed):
         if setting in spec.settings:
             raise ValueError(
