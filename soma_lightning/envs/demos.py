@@ -100,8 +100,8 @@ def record_demonstrations(
 
     noise: standard deviation of the disturbance, action units; None: the expert's own. The stored actions are the
     expert's clean ones. workers: 1 records in this process, more in that many spawned ones; the result is the same.
-    timeout_s: the longest one attempt may take in a worker; None: TIMEOUT_S. store: where finished attempts are kept, and those of an
-    earlier run found. report: receives lines of progress.
+    timeout_s: the longest one attempt may take in a worker; None: TIMEOUT_S. store: where finished attempts are kept,
+    and those of an earlier run found. report: receives lines of progress.
 
     Raises ValueError for unknown names and values out of range, RuntimeError when a task succeeds so rarely that
     `episodes` are not reached within five times as many attempts, WorkerError when a worker fails.
@@ -161,9 +161,7 @@ def check_recording(
         if value is not None and value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
     if timeout_s is not None and (timeout_s <= 0 or workers == 1):
-        raise ValueError(
-            f"timeout_s={timeout_s} must be above 0 seconds, and needs workers={workers} to be more than 1"
-        )
+        raise ValueError(f"timeout_s={timeout_s} must be above 0 seconds, and works with workers above 1")
     for setting in expert.recording_settings(seed):
         if setting in spec.settings:
             raise ValueError(

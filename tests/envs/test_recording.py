@@ -223,6 +223,8 @@ def test_noise_is_the_experts_own_unless_it_is_given() -> None:
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"noise": -0.1}, "noise=-0.1 must be at least 0"),
         ({"workers": 0}, "workers=0 must be at least 1"),
+        ({"timeout_s": 0.0, "workers": 2}, "timeout_s=0.0 must be above 0 seconds"),
+        ({"timeout_s": 5.0}, "timeout_s=5.0 .* works with workers above 1"),
         ({"spec": SPEC.replace(stream=3)}, "stream is set by the seed of the recording"),
         ({"spec": SPEC.replace(obs_type="state")}, "demonstrations hold images"),
         ({"spec": EnvSpec("libero", {"image_size": 64})}, "environment 'libero' needs suite=, one of libero_object"),
