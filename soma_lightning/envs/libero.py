@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,10 @@ from soma_lightning.envs.base import (
 )
 from soma_lightning.envs.libero_conventions import IMAGE_ROTATION, turn_half
 from soma_lightning.envs.libero_geometry import LiberoScene
+from soma_lightning.envs.libero_package import benchmark_version
 from soma_lightning.envs.libero_simulator import LiberoSimulator
-from soma_lightning.envs.libero_suites import LiberoSuite, select_tasks
+from soma_lightning.envs.libero_suites import NUM_INIT_STATES, LiberoSuite, select_tasks
+from soma_lightning.envs.rendering import check_gl
 
 MAIN_CAMERA, WRIST_CAMERA = MAIN_IMAGE.removesuffix("_image"), WRIST_IMAGE.removesuffix("_image")
 _OPEN_AND_WAIT = np.array([0.0] * 6 + [-1.0])
@@ -47,6 +50,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
     """
 
     name = "libero"
+    process_memory_gb = 2.5
     image_rotation = IMAGE_ROTATION
 
     def __init__(
@@ -77,7 +81,8 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         chosen = select_tasks(self._suite.tasks, task_numbers)
         self._bddl_files = {name: task.bddl_file for name, task in chosen.items()}
         self.tasks = {
-            name: TaskSpec(name, task.instruction, max_steps or task.max_steps) for name, task in chosen.items()
+            name: TaskSpec(name, task.instruction, max_steps or task.max_steps, num_init_states=NUM_INIT_STATES)
+            for name, task in chosen.items()
         }
         self.assets_root = assets_root
         self.suite, self.image_size, self.cameras = suite, image_size, tuple(cameras)
@@ -135,7 +140,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         terminated = self._success and self.end_on_success
         truncated = self._steps >= task.max_steps and not terminated
         self._done = terminated or truncated
-        return StepOutcome(reward=reward, success=self._success, terminated=terminated, truncated=truncated)
+        return StepOutcome(reward, self._success, terminated, truncated, at_goal=reached)
 
     def observe(self) -> dict[str, np.ndarray]:
         """As `ManipulationEnv.observe`; images of `cameras` only, drawn by this call."""
@@ -163,6 +168,14 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         self._running_task()
         assert self._simulator is not None
         return self._simulator.scene()
+
+    def facts(self) -> dict[str, str]:
+        """Versions of benchmark and simulator, and what draws the images ("nothing" without cameras)."""
+        found = {"benchmark": benchmark_version(), **{name: version(name) for name in ("robosuite", "mujoco")}}
+        if not self.cameras:
+            return {**found, "gl": "nothing"}
+        state = check_gl()
+        return {**found, "gl": state.backend, "gl_renderer": state.renderer}
 
     def close(self) -> None:
         if not self._closed:

@@ -216,6 +216,7 @@ def test_success_is_kept_and_paid_once(simulator: type[FakeSimulator], end_on_su
     else:
         assert [o.success for o in outcomes] == [False, True, True, True, True, True]
         assert [o.reward for o in outcomes] == [0, 1, 0, 0, 0, 0]
+        assert [o.at_goal for o in outcomes] == [False, True, True, False, True, False]
         assert (outcomes[-1].terminated, outcomes[-1].truncated) == (False, True)
     env.reset("push_the_plate", 1)
     assert not env.step(STILL).success
