@@ -66,7 +66,7 @@ def evaluate_policy(
         recorded: successes and failures per task kept as video, those of the lowest initial states.
         num_envs: episodes that run side by side; as many as cores and memory allow when left out.
         workers: simulator processes; 0 simulates in this process; what suits the environment when left out.
-        timeout_s: seconds after which a silent worker is given up, 60 when left out; only with workers.
+        timeout_s: seconds after which a silent worker is given up, 180 when left out; only with workers.
         env_options: further arguments of the environment, e.g. {"image_size": 64}.
         model_type: registered model type; read from the checkpoint's config.json when left out.
         device: "auto", "cpu" or "cuda".
@@ -85,7 +85,7 @@ def evaluate_policy(
     check_folder(Path(out))
     load_extensions()
     model_type = model_type or stored_type(Path(policy))
-    seconds = 60.0 if timeout_s is None else timeout_s
+    seconds = 180.0 if timeout_s is None else timeout_s  # LIBERO builds simulators in resets
     # The environments come first: they are made in seconds, a large policy is loaded in minutes.
     with envs.make_group(env, options, num_slots=num_envs, num_workers=workers, timeout_s=seconds) as group:
         for task in tasks or ():

@@ -41,8 +41,9 @@ class LiberoEnv(TaskEnv[TaskSpec]):
     motion before the first observation; they do not count. end_on_success: the episode ends when the goal is reached;
     False goes on to the limit with `success` kept and nothing more paid. hard_reset: load the model anew in every
     reset, as reported evaluations need; False is ten times faster and not exactly repeatable. reflections: draw mirror
-    images on the table, as the public data sets have them. seed: initial states say nothing about cabinets, stoves and
-    racks, whose place LIBERO draws (within 2 cm); episode k draws from seed + k, so it is the same in every run.
+    images on the table; multisampling: smooth edges; both as the public data sets have them. seed: initial states say
+    nothing about cabinets, stoves and racks, whose place LIBERO draws (within 2 cm); episode k draws from seed + k, so
+    it is the same in every run.
     assets_root: LIBERO's folder `assets`; None finds an installed one.
 
     Raises ValueError for a setting out of range, ImportError and FileNotFoundError with the install line when LIBERO
@@ -65,6 +66,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         end_on_success: bool = True,
         hard_reset: bool = True,
         reflections: bool = True,
+        multisampling: bool = True,
         seed: int = 7,
         assets_root: str | Path | None = None,
     ) -> None:
@@ -87,7 +89,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         self.assets_root = assets_root
         self.suite, self.image_size, self.cameras = suite, image_size, tuple(cameras)
         self.settle_steps, self.end_on_success, self.seed = settle_steps, end_on_success, seed
-        self.hard_reset, self.reflections = hard_reset, reflections
+        self.hard_reset, self.reflections, self.multisampling = hard_reset, reflections, multisampling
         self._init_states: dict[str, np.ndarray] = {}
         self._simulator: LiberoSimulator | None = None
         self._simulated: str | None = None  # the task that the simulator was built for
@@ -195,6 +197,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
                 image_size=self.image_size if self.cameras else None,
                 hard_reset=self.hard_reset,
                 reflections=self.reflections,
+                multisampling=self.multisampling,
             )
             self._simulated = task
         return self._simulator

@@ -43,14 +43,16 @@ class LiberoSimulator:
 
     bddl_file: the task's description. image_size: side of the square images, pixels; None builds no renderer and needs
     no OpenGL context. hard_reset: load the model anew in every reset, or keep it (ten times faster; later episodes
-    drift by about 2e-5, and the same seed may place fixtures elsewhere). reflections: draw the table's mirror image,
-    a quarter of the drawing time.
+    drift by about 2e-5, and the same seed may place fixtures elsewhere). reflections: draw the table's mirror image.
+    multisampling: smooth edges.
     """
 
-    def __init__(self, bddl_file: str, *, image_size: int | None, hard_reset: bool, reflections: bool) -> None:
+    def __init__(
+        self, bddl_file: str, *, image_size: int | None, hard_reset: bool, reflections: bool, multisampling: bool
+    ) -> None:
         if not Path(bddl_file).is_file():
             raise FileNotFoundError(f"the task's description {bddl_file} is missing; reinstall LIBERO")
-        self._image_size, self._reflections = image_size, reflections
+        self._image_size, self._reflections, self._multisampling = image_size, reflections, multisampling
         if image_size is not None:
             choose_egl_device()
             check_gl()
@@ -105,6 +107,9 @@ class LiberoSimulator:
         sim = self._control.env.sim
         context = sim._render_context_offscreen
         context.gl_ctx.make_current()  # another environment of this process may have drawn last
+        if not self._multisampling and context.con.offSamples:  # once after every hard reset
+            context.con.offSamples = 0
+            mujoco.mjr_resizeOffscreen(size, size, context.con)  # another size makes the buffers anew
         if size > min(context.con.offWidth, context.con.offHeight):
             context.update_offscreen_size(max(size, context.con.offWidth), max(size, context.con.offHeight))
         context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = int(self._reflections)

@@ -21,6 +21,7 @@ _FIXED_OPTIONS: Mapping[str, Any] = {
     "settle_steps": 10,
     "hard_reset": True,
     "reflections": True,
+    "multisampling": True,
     "seed": 7,
 }
 

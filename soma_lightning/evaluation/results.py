@@ -71,16 +71,17 @@ def _spread(rates: list[float]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as lines of text, one a task and one of all."""
+    """The results as lines of text: one a task and, of several, one of all and their average."""
     tasks, overall = results["tasks"], results["overall"]
     width = max(20, *(len(name) for name in tasks)) + 2
     at_end = overall["success_at_end"] is not None
     lines = [f"{'task':<{width}}{'success':>9}{'rate':>7}   {'95 % interval':<18}{'steps':>7}{'  at end' * at_end}"]
-    rows = {**tasks, f"all {len(tasks)} tasks": {**overall, "mean_steps_of_successes": None}}
+    several = len(tasks) > 1
+    rows = {**tasks, f"all {len(tasks)} tasks": {**overall, "mean_steps_of_successes": None}} if several else tasks
     for name, row in rows.items():
         low, high = row["wilson95"]
         steps = row["mean_steps_of_successes"]
         line = f"{name:<{width}}{row['successes']:>5}/{row['episodes']:<4}{row['rate']:>6.3f}"
         line += f"   {low:.3f} to {high:.3f}    " + (f"{steps:>7.1f}" if steps is not None else " " * 7)
         lines.append((line + (f"{row['success_at_end']:>8}" if at_end else "")).rstrip())
-    return "\n".join([*lines, f"average over tasks: {overall['mean_of_tasks']:.3f}"])
+    return "\n".join([*lines, *([f"average over tasks: {overall['mean_of_tasks']:.3f}"] if several else [])])

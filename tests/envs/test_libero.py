@@ -158,7 +158,7 @@ def check_motion(table: LiberoEnv, first: dict[str, np.ndarray]) -> None:
     assert (outcome.reward, outcome.success, outcome.done) == (0.0, False, False)
 
 
-def test_a_spatial_task_without_mirror_images_and_with_soft_resets() -> None:
+def test_a_spatial_task_without_mirror_images_and_smooth_edges_and_with_soft_resets() -> None:
     """Another suite beside the first in one process; the options change what they say and nothing else."""
     env = LiberoEnv("libero_spatial", task_numbers=[0], image_size=SIZE, hard_reset=False, cameras=["agentview"])
     first = started(env)
@@ -167,7 +167,12 @@ def test_a_spatial_task_without_mirror_images_and_with_soft_resets() -> None:
     env._simulator._reflections = False
     dull = env.observe()
     assert 0 < distance(first["agentview_image"], dull["agentview_image"].astype(float)) < 60
-    np.testing.assert_array_equal(first["robot0_eef_pos"], dull["robot0_eef_pos"])
+    env._simulator._multisampling = False
+    jagged = env.observe()
+    assert 0.02 < (jagged["agentview_image"] != dull["agentview_image"]).any(axis=-1).mean() < 0.7
+    assert 0 < distance(jagged["agentview_image"], dull["agentview_image"].astype(float)) < 10
+    np.testing.assert_array_equal(jagged["agentview_image"], env.observe()["agentview_image"])
+    np.testing.assert_array_equal(first["robot0_eef_pos"], jagged["robot0_eef_pos"])
     gone = moved(env)["robot0_eef_pos"] - first["robot0_eef_pos"]
     assert gone[0] == pytest.approx(0.10, abs=0.02)
     begin = time.monotonic()

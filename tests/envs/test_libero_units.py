@@ -171,7 +171,7 @@ def test_nothing_is_built_before_the_first_reset_and_one_simulator_at_a_time(sim
     env.reset("open_the_drawer", 3)
     (first,) = simulator.alive
     assert first.bddl_file == "open_the_drawer.bddl"
-    assert first.settings == {"image_size": 64, "hard_reset": False, "reflections": False}
+    assert first.settings == {"image_size": 64, "hard_reset": False, "reflections": False, "multisampling": True}
     assert (first.start, first.seed) == (3.0, 7 + 3)
     env.reset("open_the_drawer", 4)
     assert simulator.alive == [first]
