@@ -10,7 +10,7 @@ import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
 
@@ -34,21 +34,29 @@ OPEN, CLOSED = -1.0, 1.0
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """One task: its name, the English instruction a policy reads, and the steps after which an episode is cut off."""
+    """One task: its name, the English instruction a policy reads, and the steps after which an episode is cut off.
+
+    num_init_states: how many initial states there are, numbered from 0; None: as many as one likes.
+    """
 
     name: str
     instruction: str
     max_steps: int
+    num_init_states: int | None = field(default=None, kw_only=True)
 
 
 @dataclass
 class StepOutcome:
-    """What one control step gave. `success` stays True once the goal was reached in this episode."""
+    """What one control step gave. `success` stays True once the goal was reached in this episode.
+
+    at_goal: whether the goal holds after this very step; None when the environment does not tell.
+    """
 
     reward: float
     success: bool
     terminated: bool
     truncated: bool
+    at_goal: bool | None = None
 
     @property
     def done(self) -> bool:
@@ -68,6 +76,8 @@ class ManipulationEnv(ABC):
 
     name: str
     tasks: dict[str, TaskSpec]
+    #: Memory (GB) of one environment that needs a process and a core of its own; 0 where many fit into one process.
+    process_memory_gb: ClassVar[float] = 0.0
 
     @abstractmethod
     def reset(self, task: str, init_state: int) -> None:
@@ -97,6 +107,10 @@ class ManipulationEnv(ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees simulator and renderer; a second call does nothing."""
+
+    def facts(self) -> dict[str, str]:
+        """Versions of the simulator and what draws the images, for reports."""
+        return {}
 
     def sibling(self) -> ManipulationEnv | None:
         """Another environment of the same settings that shares what both only read; None when nothing can be shared."""
@@ -183,7 +197,8 @@ class ChunkOutcome:
     """What executing one action chunk gave.
 
     `steps` control steps were executed (fewer than the chunk has when the episode ended inside it); `reward` is their
-    sum; `frames` holds one image after each of them when recording was asked for.
+    sum; `frames` holds one image after each of them when recording was asked for. steps_to_success: the step of the
+    chunk, from 1, after which `success` was first true. at_goal: as in the last `StepOutcome`.
     """
 
     success: bool
@@ -191,6 +206,8 @@ class ChunkOutcome:
     steps: int
     reward: float
     frames: list[np.ndarray] | None
+    steps_to_success: int | None = None
+    at_goal: bool | None = None
 
 
 class EnvGroup(Protocol):
@@ -201,6 +218,9 @@ class EnvGroup(Protocol):
 
     @property
     def tasks(self) -> Mapping[str, TaskSpec]: ...
+
+    def facts(self) -> Mapping[str, str]:
+        """`ManipulationEnv.facts` of one environment of the group."""
 
     def reset(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
         """Starts `episodes[i]` in `slots[i]`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,10 @@ from soma_lightning.envs.base import (
 )
 from soma_lightning.envs.libero_conventions import IMAGE_ROTATION, turn_half
 from soma_lightning.envs.libero_geometry import LiberoScene
+from soma_lightning.envs.libero_package import benchmark_version
 from soma_lightning.envs.libero_simulator import LiberoSimulator
-from soma_lightning.envs.libero_suites import LiberoSuite, select_tasks
+from soma_lightning.envs.libero_suites import NUM_INIT_STATES, LiberoSuite, select_tasks
+from soma_lightning.envs.rendering import check_gl
 
 MAIN_CAMERA, WRIST_CAMERA = MAIN_IMAGE.removesuffix("_image"), WRIST_IMAGE.removesuffix("_image")
 _OPEN_AND_WAIT = np.array([0.0] * 6 + [-1.0])
@@ -38,10 +41,9 @@ class LiberoEnv(TaskEnv[TaskSpec]):
     motion before the first observation; they do not count. end_on_success: the episode ends when the goal is reached;
     False goes on to the limit with `success` kept and nothing more paid. hard_reset: load the model anew in every
     reset, as reported evaluations need; False is ten times faster and not exactly repeatable. reflections: draw mirror
-    images on the table, as the public data sets have them. multisampling: smooth edges, as they have, too. seed:
-    initial states say nothing about cabinets, stoves and racks, whose place LIBERO draws (within 2 cm); episode k draws
-    from seed + k, so it is the same in every run.
-    stream: which family of initial states; 0 is the benchmark's own, another one is drawn by LIBERO's rules for the
+    images on the table; multisampling: smooth edges; both as the public data sets have them. seed: initial states say
+    nothing about cabinets, stoves and racks, whose place LIBERO draws (within 2 cm); episode k draws from seed + k, so
+    it is the same in every run. stream: which family of initial states; 0 is the benchmark's own, another one is drawn by LIBERO's rules for the
     task, as for its human demonstrations: any number of states that no evaluation uses. assets_root: LIBERO's folder
     `assets`; None finds an installed one.
 
@@ -50,6 +52,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
     """
 
     name = "libero"
+    process_memory_gb = 2.5
     image_rotation = IMAGE_ROTATION
 
     def __init__(
@@ -83,7 +86,10 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         chosen = select_tasks(self._suite.tasks, task_numbers)
         self._bddl_files = {name: task.bddl_file for name, task in chosen.items()}
         self.tasks = {
-            name: TaskSpec(name, task.instruction, max_steps or task.max_steps) for name, task in chosen.items()
+            name: TaskSpec(
+                name, task.instruction, max_steps or task.max_steps, num_init_states=None if stream else NUM_INIT_STATES
+            )
+            for name, task in chosen.items()
         }
         self.assets_root = assets_root
         self.suite, self.image_size, self.cameras = suite, image_size, tuple(cameras)
@@ -135,7 +141,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         terminated = self._success and self.end_on_success
         truncated = self._steps >= task.max_steps and not terminated
         self._done = terminated or truncated
-        return StepOutcome(reward=reward, success=self._success, terminated=terminated, truncated=truncated)
+        return StepOutcome(reward, self._success, terminated, truncated, at_goal=reached)
 
     def observe(self) -> dict[str, np.ndarray]:
         """As `ManipulationEnv.observe`; images of `cameras` only, drawn by this call."""
@@ -163,6 +169,14 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         self._running_task()
         assert self._simulator is not None
         return self._simulator.scene()
+
+    def facts(self) -> dict[str, str]:
+        """Versions of benchmark and simulator, and what draws the images ("nothing" without cameras)."""
+        found = {"benchmark": benchmark_version(), **{name: version(name) for name in ("robosuite", "mujoco")}}
+        if not self.cameras:
+            return {**found, "gl": "nothing"}
+        state = check_gl()
+        return {**found, "gl": state.backend, "gl_renderer": state.renderer}
 
     def close(self) -> None:
         if not self._closed:

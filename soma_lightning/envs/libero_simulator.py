@@ -44,7 +44,7 @@ class LiberoSimulator:
     bddl_file: the task's description. image_size: side of the square images, pixels; None builds no renderer and needs
     no OpenGL context. hard_reset: load the model anew in every reset, or keep it (ten times faster; later episodes
     drift by about 2e-5, and the same seed may place fixtures elsewhere). reflections: draw the table's mirror image.
-    multisampling: smooth edges. On a CPU each of the two about halves the rate of drawing.
+    multisampling: smooth edges.
     """
 
     def __init__(
@@ -58,11 +58,7 @@ class LiberoSimulator:
             check_gl()
         self._mujoco = import_mujoco()
         wrapper = import_simulator()
-        with (
-            _numpy_seeded(0),
-            quiet(),
-            self._drawing_contexts(),
-        ):  # it places everything once, in vain
+        with _numpy_seeded(0), quiet():  # it places everything once, in vain after a hard reset
             self._control = wrapper.ControlEnv(
                 bddl_file_name=bddl_file,
                 has_offscreen_renderer=image_size is not None,
@@ -87,7 +83,7 @@ class LiberoSimulator:
         placements collide; any other error is passed on at once.
         """
         # Not `ControlEnv.reset`: it swallows every exception and tries again for ever.
-        with _numpy_seeded(seed), quiet(), self._drawing_contexts():
+        with _numpy_seeded(seed), quiet():
             collision = import_module("robosuite.utils.errors").RandomizationError
             for attempt in range(1, MAX_RESET_ATTEMPTS + 1):
                 try:
@@ -113,6 +109,9 @@ class LiberoSimulator:
         sim = self._control.env.sim
         context = sim._render_context_offscreen
         context.gl_ctx.make_current()  # another environment of this process may have drawn last
+        if not self._multisampling and context.con.offSamples:  # once after every hard reset
+            context.con.offSamples = 0
+            mujoco.mjr_resizeOffscreen(size, size, context.con)  # another size makes the buffers anew
         if size > min(context.con.offWidth, context.con.offHeight):
             context.update_offscreen_size(max(size, context.con.offWidth), max(size, context.con.offHeight))
         context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = int(self._reflections)
@@ -157,25 +156,6 @@ class LiberoSimulator:
 
         rate = self._control.env.control_freq
         self._control.env.add_observable(observables.Observable(name=_SNAPSHOT, sensor=snapshot, sampling_rate=rate))
-
-    @contextlib.contextmanager
-    def _drawing_contexts(self) -> Iterator[None]:
-        """How contexts are made meanwhile: MuJoCo reads the number of samples from the model once, at that moment."""
-        if self._multisampling:
-            yield
-            return
-        kind = import_module("robosuite.utils.binding_utils").MjRenderContext
-        make = kind._set_mujoco_context_and_buffers
-
-        def make_without_samples(context: Any) -> None:
-            context.model._model.vis.quality.offsamples = 0
-            make(context)
-
-        kind._set_mujoco_context_and_buffers = make_without_samples
-        try:
-            yield
-        finally:
-            kind._set_mujoco_context_and_buffers = make
 
     @contextlib.contextmanager
     def _as_sampled(self, model: Any, data: Any) -> Iterator[None]:
