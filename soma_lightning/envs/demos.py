@@ -190,7 +190,7 @@ def _record_task(
     every = max(1, episodes // _REPORTS_PER_TASK)
     begin, frames, attempts = time.monotonic(), 0, 0
     kept: list[int] = []
-    for rollout in attempts_of(task, range(limit)):
+    for rollout in _first_successes(task, episodes, limit, attempts_of):
         attempts += 1
         if rollout is None:
             continue
@@ -201,8 +201,6 @@ def _record_task(
         if len(kept) % every == 0 or len(kept) == episodes:
             progress = f"{len(kept)}/{episodes} demonstrations of {attempts} attempts"
             report(f"{task}: {progress}, {frames} frames, {time.monotonic() - begin:.1f} s")
-        if len(kept) == episodes:
-            break
     if len(kept) < episodes:
         raise RuntimeError(
             f"only {len(kept)} of {attempts} attempts of task '{task}' succeeded, {episodes} were asked for; "
@@ -210,6 +208,17 @@ def _record_task(
         )
     summaries.append(TaskSummary(task, instruction, attempts, kept))
     return frames
+
+
+def _first_successes(task: str, episodes: int, limit: int, attempts_of: _AttemptsOf) -> Iterator[Rollout | None]:
+    """Attempts in order up to the one that solves `task` for the `episodes`-th time. No worker starts one in vain."""
+    begun = solved = 0
+    while solved < episodes and begun < limit:
+        numbers = range(begun, min(limit, begun + episodes - solved))
+        begun = numbers.stop
+        for rollout in attempts_of(task, numbers):
+            solved += rollout is not None
+            yield rollout
 
 
 def _frames_of(rollout: Rollout) -> dict[str, np.ndarray]:

@@ -43,9 +43,9 @@ class LiberoEnv(TaskEnv[TaskSpec]):
     reset, as reported evaluations need; False is ten times faster and not exactly repeatable. reflections: draw mirror
     images on the table; multisampling: smooth edges; both as the public data sets have them. seed: initial states say
     nothing about cabinets, stoves and racks, whose place LIBERO draws (within 2 cm); episode k draws from seed + k, so
-    it is the same in every run. stream: which family of initial states; 0 is the benchmark's own, another one is drawn by LIBERO's rules for the
-    task, as for its human demonstrations: any number of states that no evaluation uses. assets_root: LIBERO's folder
-    `assets`; None finds an installed one.
+    it is the same in every run. stream: which family of initial states; 0 is the benchmark's own, another one is drawn
+    by LIBERO's rules for the task, as for its human demonstrations: any number of states that no evaluation uses.
+    assets_root: LIBERO's folder `assets`; None finds an installed one.
 
     Raises ValueError for a setting out of range, ImportError and FileNotFoundError with the install line when LIBERO
     or its assets are missing.

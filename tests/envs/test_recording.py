@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from soma_lightning.envs import demos
 from soma_lightning.envs.attempts import AttemptStore
 from soma_lightning.envs.base import DisturbanceModel
 from soma_lightning.envs.demos import demonstration_features, record_demonstrations, recording_identity
@@ -245,6 +246,22 @@ def test_an_environment_without_expert_is_refused(tmp_path: Path, monkeypatch: p
         ValueError, match="environment 'own_env:Own' has no scripted expert; those with one: somatable, libero"
     ):
         record_demonstrations(EnvSpec("own_env:Own"), ["push"], episodes=1, writer=ListWriter())
+
+
+def test_no_attempt_is_begun_in_vain() -> None:
+    """All numbers of one call may be under way at once, so a call asks for as many as are still missing."""
+    asked: list[list[int]] = []
+    solved = {0, 3, 5, 6}
+
+    def attempts_of(task: str, numbers: Iterable[int]) -> Iterator[object]:
+        asked.append(list(numbers))
+        return (object() if number in solved else None for number in asked[-1])
+
+    results = list(demos._first_successes("push", 4, 100, attempts_of))  # type: ignore[arg-type]
+    assert asked == [[0, 1, 2, 3], [4, 5], [6]]
+    assert [result is not None for result in results] == [number in solved for number in range(7)]
+    asked.clear()
+    assert len(list(demos._first_successes("push", 4, 5, attempts_of))) == 5  # type: ignore[arg-type]
 
 
 def test_a_task_that_hardly_ever_succeeds_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
