@@ -19,6 +19,8 @@ STATE = "observation.state"
 ACTION = "action"
 ACTION_IS_PAD = "action_is_pad"
 TASK = "task"
+#: Beside a policy's weights: the step at which a training wrote them, {"step": int, "epoch": int}.
+TRAINING_FILE = "soma_training.json"
 
 #: Environment image field -> camera key of a training batch (the public LIBERO data sets' names).
 CAMERA_OF_OBSERVATION = {

@@ -16,6 +16,7 @@ from soma_lightning.data.lerobot_writer import LeRobotWriter
 from soma_lightning.envs.attempts import AttemptStore
 from soma_lightning.envs.demos import (
     FPS,
+    TIMEOUT_S,
     RecordingSummary,
     check_recording,
     demonstration_features,
@@ -41,10 +42,12 @@ def build_parser() -> CommandParser:
     parser.add_argument("--out", type=str, required=True, help="folder of the data set to be")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other init states and other noise")
     parser.add_argument(
-        "--states", type=int, help="use the init states 0 to N-1 only, in turn, and keep the others for evaluation"
+        "--noise", type=float, help="disturbance of the executed actions, action units; the expert's own when left out"
     )
-    parser.add_argument("--noise", type=float, default=0.25, help="disturbance of the executed actions, action units")
     parser.add_argument("--workers", type=int, default=available_cpus(), help="simulator processes")
+    parser.add_argument(
+        "--timeout_s", type=float, help=f"the longest one attempt may take in a process; {TIMEOUT_S:g} when left out"
+    )
     parser.add_argument("--image_size", type=int, default=64, help="side of both images, pixels")
     parser.add_argument(
         "--videos",
@@ -81,8 +84,15 @@ def record(options: Namespace) -> RecordingSummary:
     if "image_size" in options.env_options:
         raise ValueError("--env_options.image_size: both images have one size, --image_size")
     spec = EnvSpec(options.env, {**options.env_options, "image_size": options.image_size})
-    conditions = {"seed": options.seed, "noise": options.noise, "states": options.states}
-    check_recording(spec, options.task, episodes=options.episodes, workers=options.workers, **conditions)
+    conditions = {"seed": options.seed, "noise": options.noise}
+    check_recording(
+        spec,
+        options.task,
+        episodes=options.episodes,
+        workers=options.workers,
+        timeout_s=options.timeout_s,
+        **conditions,
+    )
     store = open_store(Path(options.out), recording_identity(spec, **conditions), overwrite=options.overwrite)
     with LeRobotWriter(
         options.out,
@@ -97,6 +107,7 @@ def record(options: Namespace) -> RecordingSummary:
             episodes=options.episodes,
             writer=writer,
             workers=options.workers,
+            timeout_s=options.timeout_s,
             store=store,
             **conditions,
         )

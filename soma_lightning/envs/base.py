@@ -10,9 +10,9 @@ import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
@@ -34,21 +34,29 @@ OPEN, CLOSED = -1.0, 1.0
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """One task: its name, the English instruction a policy reads, and the steps after which an episode is cut off."""
+    """One task: its name, the English instruction a policy reads, and the steps after which an episode is cut off.
+
+    num_init_states: how many initial states there are, numbered from 0; None: as many as one likes.
+    """
 
     name: str
     instruction: str
     max_steps: int
+    num_init_states: int | None = field(default=None, kw_only=True)
 
 
 @dataclass
 class StepOutcome:
-    """What one control step gave. `success` stays True once the goal was reached in this episode."""
+    """What one control step gave. `success` stays True once the goal was reached in this episode.
+
+    at_goal: whether the goal holds after this very step; None when the environment does not tell.
+    """
 
     reward: float
     success: bool
     terminated: bool
     truncated: bool
+    at_goal: bool | None = None
 
     @property
     def done(self) -> bool:
@@ -68,6 +76,8 @@ class ManipulationEnv(ABC):
 
     name: str
     tasks: dict[str, TaskSpec]
+    #: Memory (GB) of one environment that needs a process and a core of its own; 0 where many fit into one process.
+    process_memory_gb: ClassVar[float] = 0.0
 
     @abstractmethod
     def reset(self, task: str, init_state: int) -> None:
@@ -98,6 +108,10 @@ class ManipulationEnv(ABC):
     def close(self) -> None:
         """Frees simulator and renderer; a second call does nothing."""
 
+    def facts(self) -> dict[str, str]:
+        """Versions of the simulator and what draws the images, for reports."""
+        return {}
+
     def sibling(self) -> ManipulationEnv | None:
         """Another environment of the same settings that shares what both only read; None when nothing can be shared."""
         return None
@@ -123,11 +137,26 @@ class TaskEnv(ManipulationEnv, Generic[TaskT]):
         return self._task
 
 
+@dataclass(frozen=True)
+class DisturbanceModel:
+    """How recordings disturb an expert's actions.
+
+    noise: standard deviation of the translation, action units, unless the recording sets another. rotation: the
+    rotation's, as a share of it. push_probability: that a push begins in a step.
+    """
+
+    noise: float = 0.25
+    rotation: float = 0.0
+    push_probability: float = 0.03
+
+
 class ScriptedExpert(ABC):
     """Solves an environment's tasks by looking at the whole scene; built with the environment that it acts in.
 
     It may remember what it is doing, so it is reset with every episode. It draws no random numbers.
     """
+
+    disturbance: ClassVar[DisturbanceModel] = DisturbanceModel()
 
     @abstractmethod
     def __init__(self, env: Any) -> None: ...
@@ -143,16 +172,16 @@ class ScriptedExpert(ABC):
         """Settings of the environment that recordings with `seed` add to the user's."""
 
     @abstractmethod
-    def init_state(self, task: str, attempt: int) -> int:
-        """The init state of attempt number `attempt` (from 0) at recording `task`."""
-
-    @abstractmethod
     def reset(self) -> None:
         """Starts with the episode that the environment just started. ValueError for a task without an expert."""
 
     @abstractmethod
     def act(self) -> np.ndarray:
         """The action for the scene as it is now, float32 [7] in -1..1; called once a step."""
+
+    def may_be_pushed(self) -> bool:
+        """Whether a push may begin with the next action; False where it would only spoil the attempt."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -168,7 +197,8 @@ class ChunkOutcome:
     """What executing one action chunk gave.
 
     `steps` control steps were executed (fewer than the chunk has when the episode ended inside it); `reward` is their
-    sum; `frames` holds one image after each of them when recording was asked for.
+    sum; `frames` holds one image after each of them when recording was asked for. steps_to_success: the step of the
+    chunk, from 1, after which `success` was first true. at_goal: as in the last `StepOutcome`.
     """
 
     success: bool
@@ -176,6 +206,8 @@ class ChunkOutcome:
     steps: int
     reward: float
     frames: list[np.ndarray] | None
+    steps_to_success: int | None = None
+    at_goal: bool | None = None
 
 
 class EnvGroup(Protocol):
@@ -186,6 +218,9 @@ class EnvGroup(Protocol):
 
     @property
     def tasks(self) -> Mapping[str, TaskSpec]: ...
+
+    def facts(self) -> Mapping[str, str]:
+        """`ManipulationEnv.facts` of one environment of the group."""
 
     def reset(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
         """Starts `episodes[i]` in `slots[i]`."""

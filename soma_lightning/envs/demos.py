@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from soma_lightning import __version__
 from soma_lightning.contract import ACTION, CAMERA_OF_OBSERVATION, STATE
 from soma_lightning.envs.attempts import AttemptStore
 from soma_lightning.envs.base import ACTION_DIM, MAIN_IMAGE, WRIST_IMAGE, require_known
@@ -23,6 +24,8 @@ from soma_lightning.envs.registry import EnvSpec, expert_class
 from soma_lightning.envs.worker import Worker, WorkerError, WorkerFailure, ordered_results
 
 FPS = 20
+#: An attempt in LIBERO takes a minute or two where drawing is slow, and several where cores are shared, too.
+TIMEOUT_S = 600.0
 _MAIN_CAMERA, _WRIST_CAMERA = CAMERA_OF_OBSERVATION["main_images"], CAMERA_OF_OBSERVATION["wrist_images"]
 _STATE_NAMES = ["x", "y", "z", "axis_angle_x", "axis_angle_y", "axis_angle_z", "left_finger", "right_finger"]
 _ACTION_NAMES = ["dx", "dy", "dz", "rotation_x", "rotation_y", "rotation_z", "gripper"]
@@ -58,9 +61,8 @@ class RecordingSummary:
     environment: str
     settings: dict[str, Any]
     seed: int
-    init_state_stream: int | None  # None: the environment has one set of init states, which recordings share
+    init_state_stream: int
     noise: float
-    states: int | None
     tasks: list[TaskSummary] = field(default_factory=list)
     num_frames: int = 0
 
@@ -89,48 +91,58 @@ def record_demonstrations(
     episodes: int,
     writer: EpisodeWriter,
     seed: int = 0,
-    noise: float = 0.25,
-    states: int | None = None,
+    noise: float | None = None,
     workers: int = 1,
-    timeout_s: float = 120.0,
+    timeout_s: float | None = None,
     store: AttemptStore | None = None,
     report: Callable[[str], None] = print,
 ) -> RecordingSummary:
     """Records `episodes` successful demonstrations of every task and hands them to `writer`, task by task.
 
-    noise: standard deviation of the disturbance, action units; the stored actions are the expert's clean ones. states:
-    attempts take the init states 0 .. states - 1 in turn; None: all that the environment has. workers: 1 records in
-    this process, more in that many spawned ones; the result is the same. timeout_s: the longest one attempt may take in
-    a worker. store: where finished attempts are kept, and those of an earlier run found. report: receives lines of
-    progress.
+    noise: standard deviation of the disturbance, action units; None: the expert's own. The stored actions are the
+    expert's clean ones. workers: 1 records in this process, more in that many spawned ones; the result is the same.
+    timeout_s: the longest one attempt may take in a worker; None: TIMEOUT_S. store: where finished attempts are kept,
+    and those of an earlier run found. report: receives lines of progress.
 
     Raises ValueError for unknown names and values out of range, RuntimeError when a task succeeds so rarely that
     `episodes` are not reached within five times as many attempts, WorkerError when a worker fails.
     """
-    check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, states=states, workers=workers)
-    stream = expert_class(spec.name).recording_settings(seed).get("stream")
-    summary = RecordingSummary(spec.name, dict(spec.settings), seed, stream, noise, states)
-    with _attempts(partial(Recorder, spec, seed, noise, states), workers, timeout_s) as made:
+    check_recording(spec, tasks, episodes=episodes, seed=seed, noise=noise, workers=workers, timeout_s=timeout_s)
+    stream = expert_class(spec.name).recording_settings(seed)["stream"]
+    noise = recording_noise(spec, noise)
+    summary = RecordingSummary(spec.name, dict(spec.settings), seed, stream, noise)
+    with _attempts(partial(Recorder, spec, seed, noise), workers, timeout_s or TIMEOUT_S) as made:
         attempts_of = made if store is None else partial(_kept_attempts, store, made)
         for task in tasks:
             summary.num_frames += _record_task(task, episodes, attempts_of, writer, summary.tasks, report)
     return summary
 
 
-def recording_identity(spec: EnvSpec, *, seed: int, noise: float, states: int | None) -> dict[str, Any]:
+def recording_noise(spec: EnvSpec, noise: float | None) -> float:
+    """The disturbance's standard deviation, action units: `noise`, or the expert's own for None."""
+    return expert_class(spec.name).disturbance.noise if noise is None else noise
+
+
+def recording_identity(spec: EnvSpec, *, seed: int, noise: float | None) -> dict[str, Any]:
     """What an attempt depends on besides task and number, for an `AttemptStore`."""
     return {
         "environment": spec.name,
         "settings": dict(spec.settings),
         "seed": seed,
-        "noise": noise,
-        "states": states,
-        "versions": {name: version(name) for name in ("soma-lightning", "mujoco")},
+        "noise": recording_noise(spec, noise),
+        "versions": {"soma-lightning": __version__, "mujoco": version("mujoco")},
     }
 
 
 def check_recording(
-    spec: EnvSpec, tasks: Sequence[str], *, episodes: int, seed: int, noise: float, states: int | None, workers: int
+    spec: EnvSpec,
+    tasks: Sequence[str],
+    *,
+    episodes: int,
+    seed: int,
+    noise: float | None,
+    workers: int,
+    timeout_s: float | None = None,
 ) -> None:
     """Raises ValueError for settings that `record_demonstrations` cannot work with, before anything is started."""
     expert = expert_class(spec.name)
@@ -145,11 +157,12 @@ def check_recording(
         ("episodes", episodes, 1),
         ("seed", seed, 0),
         ("noise", noise, 0),
-        ("states", states, 1),
         ("workers", workers, 1),
     ):
         if value is not None and value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
+    if timeout_s is not None and (timeout_s <= 0 or workers == 1):
+        raise ValueError(f"timeout_s={timeout_s} must be above 0 seconds, and works with workers above 1")
     for setting in expert.recording_settings(seed):
         if setting in spec.settings:
             raise ValueError(
@@ -178,7 +191,7 @@ def _record_task(
     every = max(1, episodes // _REPORTS_PER_TASK)
     begin, frames, attempts = time.monotonic(), 0, 0
     kept: list[int] = []
-    for rollout in attempts_of(task, range(limit)):
+    for rollout in _first_successes(task, episodes, limit, attempts_of):
         attempts += 1
         if rollout is None:
             continue
@@ -189,8 +202,6 @@ def _record_task(
         if len(kept) % every == 0 or len(kept) == episodes:
             progress = f"{len(kept)}/{episodes} demonstrations of {attempts} attempts"
             report(f"{task}: {progress}, {frames} frames, {time.monotonic() - begin:.1f} s")
-        if len(kept) == episodes:
-            break
     if len(kept) < episodes:
         raise RuntimeError(
             f"only {len(kept)} of {attempts} attempts of task '{task}' succeeded, {episodes} were asked for; "
@@ -198,6 +209,17 @@ def _record_task(
         )
     summaries.append(TaskSummary(task, instruction, attempts, kept))
     return frames
+
+
+def _first_successes(task: str, episodes: int, limit: int, attempts_of: _AttemptsOf) -> Iterator[Rollout | None]:
+    """Attempts in order up to the one that solves `task` for the `episodes`-th time. No worker starts one in vain."""
+    begun = solved = 0
+    while solved < episodes and begun < limit:
+        numbers = range(begun, min(limit, begun + episodes - solved))
+        begun = numbers.stop
+        for rollout in attempts_of(task, numbers):
+            solved += rollout is not None
+            yield rollout
 
 
 def _frames_of(rollout: Rollout) -> dict[str, np.ndarray]:

@@ -47,9 +47,6 @@ class SomaTableExpert(ScriptedExpert):
     def recording_settings(cls, seed: int) -> dict[str, Any]:
         return {"stream": DEMONSTRATION_STREAM + seed}
 
-    def init_state(self, task: str, attempt: int) -> int:
-        return attempt
-
     def reset(self) -> None:
         """Nothing to forget: an expert of SomaTable is a function of the scene."""
 

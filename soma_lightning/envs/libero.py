@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,10 @@ from soma_lightning.envs.base import (
 )
 from soma_lightning.envs.libero_conventions import IMAGE_ROTATION, turn_half
 from soma_lightning.envs.libero_geometry import LiberoScene
+from soma_lightning.envs.libero_package import benchmark_version
 from soma_lightning.envs.libero_simulator import LiberoSimulator
-from soma_lightning.envs.libero_suites import LiberoSuite, select_tasks
+from soma_lightning.envs.libero_suites import NUM_INIT_STATES, LiberoSuite, select_tasks
+from soma_lightning.envs.rendering import check_gl
 
 MAIN_CAMERA, WRIST_CAMERA = MAIN_IMAGE.removesuffix("_image"), WRIST_IMAGE.removesuffix("_image")
 _OPEN_AND_WAIT = np.array([0.0] * 6 + [-1.0])
@@ -38,8 +41,10 @@ class LiberoEnv(TaskEnv[TaskSpec]):
     motion before the first observation; they do not count. end_on_success: the episode ends when the goal is reached;
     False goes on to the limit with `success` kept and nothing more paid. hard_reset: load the model anew in every
     reset, as reported evaluations need; False is ten times faster and not exactly repeatable. reflections: draw mirror
-    images on the table, as the public data sets have them. seed: initial states say nothing about cabinets, stoves and
-    racks, whose place LIBERO draws (within 2 cm); episode k draws from seed + k, so it is the same in every run.
+    images on the table; multisampling: smooth edges; both as the public data sets have them. seed: initial states say
+    nothing about cabinets, stoves and racks, whose place LIBERO draws (within 2 cm); episode k draws from seed + k, so
+    it is the same in every run. stream: which family of initial states; 0 is the benchmark's own, another one is drawn
+    by LIBERO's rules for the task, as for its human demonstrations: any number of states that no evaluation uses.
     assets_root: LIBERO's folder `assets`; None finds an installed one.
 
     Raises ValueError for a setting out of range, ImportError and FileNotFoundError with the install line when LIBERO
@@ -47,6 +52,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
     """
 
     name = "libero"
+    process_memory_gb = 2.5
     image_rotation = IMAGE_ROTATION
 
     def __init__(
@@ -61,13 +67,16 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         end_on_success: bool = True,
         hard_reset: bool = True,
         reflections: bool = True,
+        multisampling: bool = True,
         seed: int = 7,
+        stream: int = 0,
         assets_root: str | Path | None = None,
     ) -> None:
         limits = {
             "image_size": (image_size, 16, 1024),
             "settle_steps": (settle_steps, 0, 1000),
             "seed": (seed, 0, 2**31),
+            "stream": (stream, 0, 2**31),
         }
         if max_steps is not None:
             limits["max_steps"] = (max_steps, 1, 100_000)
@@ -77,12 +86,16 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         chosen = select_tasks(self._suite.tasks, task_numbers)
         self._bddl_files = {name: task.bddl_file for name, task in chosen.items()}
         self.tasks = {
-            name: TaskSpec(name, task.instruction, max_steps or task.max_steps) for name, task in chosen.items()
+            name: TaskSpec(
+                name, task.instruction, max_steps or task.max_steps, num_init_states=None if stream else NUM_INIT_STATES
+            )
+            for name, task in chosen.items()
         }
         self.assets_root = assets_root
         self.suite, self.image_size, self.cameras = suite, image_size, tuple(cameras)
         self.settle_steps, self.end_on_success, self.seed = settle_steps, end_on_success, seed
-        self.hard_reset, self.reflections = hard_reset, reflections
+        self.hard_reset, self.reflections, self.multisampling = hard_reset, reflections, multisampling
+        self.stream = stream
         self._init_states: dict[str, np.ndarray] = {}
         self._simulator: LiberoSimulator | None = None
         self._simulated: str | None = None  # the task that the simulator was built for
@@ -90,13 +103,8 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         self._steps = 0
         self._success = self._done = self._closed = False
 
-    def num_init_states(self, task: str) -> int:
-        """How many initial states the benchmark fixes for `task` (50)."""
-        require_known("task", task, self.tasks)
-        return len(self._init_states_of(task))
-
     def reset(self, task: str, init_state: int) -> None:
-        """Starts `task` from the benchmark's initial state `init_state` (0..49) and lets the objects settle.
+        """Starts `task` from `init_state` (0..49 of stream 0, any number of another one) and lets the objects settle.
 
         Raises ValueError for an unknown task or initial state, RuntimeError when LIBERO cannot place its objects, and
         whatever the simulator raises; none of them is tried again for ever.
@@ -104,13 +112,11 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         if self._closed:
             raise RuntimeError("this LiberoEnv is closed; make a new one")
         require_known("task", task, self.tasks)
-        states = self._init_states_of(task)
-        if not 0 <= init_state < len(states):
-            raise ValueError(f"init_state={init_state} of task '{task}' does not exist; it has 0..{len(states) - 1}")
+        state, seed = self._start(task, init_state)
         self._task = None
         try:
             simulator = self._simulator_of(task)
-            self._raw = simulator.reset(states[init_state], self.seed + init_state)
+            self._raw = simulator.reset(state, seed)
             for _ in range(self.settle_steps):
                 self._raw, _ = simulator.step(_OPEN_AND_WAIT)
         except BaseException:
@@ -135,7 +141,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         terminated = self._success and self.end_on_success
         truncated = self._steps >= task.max_steps and not terminated
         self._done = terminated or truncated
-        return StepOutcome(reward=reward, success=self._success, terminated=terminated, truncated=truncated)
+        return StepOutcome(reward, self._success, terminated, truncated, at_goal=reached)
 
     def observe(self) -> dict[str, np.ndarray]:
         """As `ManipulationEnv.observe`; images of `cameras` only, drawn by this call."""
@@ -164,15 +170,32 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         assert self._simulator is not None
         return self._simulator.scene()
 
+    def facts(self) -> dict[str, str]:
+        """Versions of benchmark and simulator, and what draws the images ("nothing" without cameras)."""
+        found = {"benchmark": benchmark_version(), **{name: version(name) for name in ("robosuite", "mujoco")}}
+        if not self.cameras:
+            return {**found, "gl": "nothing"}
+        state = check_gl()
+        return {**found, "gl": state.backend, "gl_renderer": state.renderer}
+
     def close(self) -> None:
         if not self._closed:
             self._closed, self._task = True, None
             self._drop_simulator()
 
-    def _init_states_of(self, task: str) -> np.ndarray:
+    def _start(self, task: str, init_state: int) -> tuple[np.ndarray | None, int]:
+        """The state of the objects, None where they are drawn, and the seed of what is drawn."""
+        if self.stream:
+            if init_state < 0:
+                raise ValueError(f"init_state={init_state} of task '{task}' is negative; initial states count from 0")
+            words = np.random.SeedSequence((self.stream, self.seed, init_state)).generate_state(1)
+            return None, int(words[0])
         if task not in self._init_states:
             self._init_states[task] = self._suite.init_states(task)
-        return self._init_states[task]
+        states = self._init_states[task]
+        if not 0 <= init_state < len(states):
+            raise ValueError(f"init_state={init_state} of task '{task}' does not exist; it has 0..{len(states) - 1}")
+        return states[init_state], self.seed + init_state
 
     def _simulator_of(self, task: str) -> LiberoSimulator:
         if self._simulator is None or self._simulated != task:
@@ -182,6 +205,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
                 image_size=self.image_size if self.cameras else None,
                 hard_reset=self.hard_reset,
                 reflections=self.reflections,
+                multisampling=self.multisampling,
             )
             self._simulated = task
         return self._simulator

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from soma_lightning.envs.base import CLOSED, OPEN, ScriptedExpert, TaskSpec, require_known
+from soma_lightning.envs.base import CLOSED, OPEN, DisturbanceModel, ScriptedExpert, TaskSpec, require_known
 from soma_lightning.envs.libero import LiberoEnv
 from soma_lightning.envs.libero_geometry import Box, LiberoScene, Shape, site_box
 from soma_lightning.envs.libero_suites import LiberoSuite, select_tasks
@@ -68,6 +68,8 @@ class Phase(Enum):
 
 
 _HOLDING = (Phase.CLOSE, Phase.LIFT, Phase.CARRY, Phase.LOWER)
+# A push while the fingers close or open, or just above the goal, ruins the attempt and teaches nothing.
+_PUSHED = (Phase.HOVER, Phase.DOWN, Phase.LIFT, Phase.CARRY)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Grasp:
 
 class LiberoExpert(ScriptedExpert):
     """The scripted expert of a `LiberoEnv`, for EXPERT_TASKS."""
+
+    disturbance = DisturbanceModel(noise=0.2, rotation=0.2, push_probability=0.02)
 
     def __init__(self, env: LiberoEnv) -> None:
         self._env = env
@@ -98,11 +102,8 @@ class LiberoExpert(ScriptedExpert):
 
     @classmethod
     def recording_settings(cls, seed: int) -> dict[str, Any]:
-        return {}
-
-    def init_state(self, task: str, attempt: int) -> int:
-        """The benchmark's states in turn, over and over: every attempt has noise of its own."""
-        return attempt % self._env.num_init_states(task)
+        """Streams of their own, so that the benchmark's initial states stay for evaluation."""
+        return {"stream": 1 + seed}
 
     def reset(self) -> None:
         task, suite = self._env.task, self._env.suite
@@ -111,9 +112,15 @@ class LiberoExpert(ScriptedExpert):
         self._controller = PickAndPlace(self._env.scene())
 
     def act(self) -> np.ndarray:
+        return self._running().act()
+
+    def may_be_pushed(self) -> bool:
+        return self._running().phase in _PUSHED
+
+    def _running(self) -> PickAndPlace:
         if self._controller is None:
             raise RuntimeError("no episode was started; call reset() after the environment's reset")
-        return self._controller.act()
+        return self._controller
 
 
 class PickAndPlace:

@@ -133,9 +133,13 @@ def import_simulator() -> Any:
 def describe(assets_root: str | Path | None = None) -> str:
     """One line: distributions that own `libero`, with versions, and the folder of assets. Errors as `find_assets`."""
     package_folder()
+    return f"{benchmark_version()}; assets in {find_assets(assets_root)}"
+
+
+def benchmark_version() -> str:
+    """The distributions that own `libero`, with versions."""
     owners = sorted(set(packages_distributions().get("libero", ())))
-    names = ", ".join(f"{name} {version(name)}" for name in owners) or "a folder on the path"
-    return f"{names}; assets in {find_assets(assets_root)}"
+    return ", ".join(f"{name} {version(name)}" for name in owners) or "a folder on the path"
 
 
 @contextlib.contextmanager

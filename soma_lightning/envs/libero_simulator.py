@@ -43,14 +43,16 @@ class LiberoSimulator:
 
     bddl_file: the task's description. image_size: side of the square images, pixels; None builds no renderer and needs
     no OpenGL context. hard_reset: load the model anew in every reset, or keep it (ten times faster; later episodes
-    drift by about 2e-5, and the same seed may place fixtures elsewhere). reflections: draw the table's mirror image,
-    a quarter of the drawing time.
+    drift by about 2e-5, and the same seed may place fixtures elsewhere). reflections: draw the table's mirror image.
+    multisampling: smooth edges.
     """
 
-    def __init__(self, bddl_file: str, *, image_size: int | None, hard_reset: bool, reflections: bool) -> None:
+    def __init__(
+        self, bddl_file: str, *, image_size: int | None, hard_reset: bool, reflections: bool, multisampling: bool
+    ) -> None:
         if not Path(bddl_file).is_file():
             raise FileNotFoundError(f"the task's description {bddl_file} is missing; reinstall LIBERO")
-        self._image_size, self._reflections = image_size, reflections
+        self._image_size, self._reflections, self._multisampling = image_size, reflections, multisampling
         if image_size is not None:
             choose_egl_device()
             check_gl()
@@ -72,11 +74,12 @@ class LiberoSimulator:
         if image_size is not None:
             self._sample_with_the_observables()
 
-    def reset(self, init_state: np.ndarray, seed: int) -> dict[str, np.ndarray]:
+    def reset(self, init_state: np.ndarray | None, seed: int) -> dict[str, np.ndarray]:
         """Starts from `init_state` float64 [D] and returns the raw observation without images.
 
-        seed: of NumPy's global generator, which LIBERO draws the places of its fixtures from (they are part of the
-        model, not of the state); the generator is left as it was found. Raises RuntimeError when MAX_RESET_ATTEMPTS
+        init_state None: from what LIBERO draws. seed: of NumPy's global generator, from which LIBERO draws in any case
+        the places of its fixtures (they are part of the model, not of the state); the generator is left as it was
+        found. Raises RuntimeError when MAX_RESET_ATTEMPTS
         placements collide; any other error is passed on at once.
         """
         # Not `ControlEnv.reset`: it swallows every exception and tries again for ever.
@@ -91,7 +94,8 @@ class LiberoSimulator:
                         raise RuntimeError(
                             f"LIBERO found no free place for its objects in {attempt} attempts; use another seed"
                         ) from error
-            return dict(self._control.set_init_state(init_state))
+            drawn = self._control.get_sim_state() if init_state is None else init_state
+            return dict(self._control.set_init_state(drawn))
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], bool]:
         """Executes one control step of 50 ms; returns the raw observation and whether the goal holds now."""
@@ -105,6 +109,9 @@ class LiberoSimulator:
         sim = self._control.env.sim
         context = sim._render_context_offscreen
         context.gl_ctx.make_current()  # another environment of this process may have drawn last
+        if not self._multisampling and context.con.offSamples:  # once after every hard reset
+            context.con.offSamples = 0
+            mujoco.mjr_resizeOffscreen(size, size, context.con)  # another size makes the buffers anew
         if size > min(context.con.offWidth, context.con.offHeight):
             context.update_offscreen_size(max(size, context.con.offWidth), max(size, context.con.offHeight))
         context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = int(self._reflections)

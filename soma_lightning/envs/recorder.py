@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from soma_lightning.envs.base import MAIN_IMAGE, WRIST_IMAGE, state_of
+from soma_lightning.envs.base import MAIN_IMAGE, WRIST_IMAGE, DisturbanceModel, state_of
 from soma_lightning.envs.registry import EnvSpec, expert_class
 
 _NOISE_PURPOSE = 2  # first word of the noise seeds; init states use 1
 
 _NOISE_DECAY, _NOISE_INPUT = 0.8, 0.6
-_PUSH_PROBABILITY, _PUSH_STEPS = 0.03, 5
+_PUSH_STEPS = 5
 _PUSH_SIZE = np.array([0.8, 0.8, 0.4])  # action units; less along z, where the table is near
 
 
@@ -39,26 +39,31 @@ class Rollout:
 
 
 class Disturbance:
-    """What is added to the expert's translation: correlated noise and now and then a push, in action units.
+    """What is added to the expert's motion: correlated noise and now and then a push, in action units.
 
-    AR(1): n = 0.8 n + 0.6 N(0, noise); with probability 0.03 a step, a constant push of up to 0.8 for 5 steps. A
-    policy trained on the clean labels of disturbed states learns to recover. `noise` 0 means none of both.
+    AR(1): n = 0.8 n + 0.6 N(0, noise), for the rotation N(0, noise * model.rotation); with model.push_probability a
+    step, a constant push of the translation by up to 0.8 for 5 steps. The gripper is left alone. A policy trained on
+    the clean labels of disturbed states learns to recover. `noise` 0 means none of both.
     """
 
-    def __init__(self, noise: float, generator: np.random.Generator) -> None:
-        self._noise, self._generator = noise, generator
-        self._correlated, self._push = np.zeros(3), np.zeros(3)
+    def __init__(self, noise: float, generator: np.random.Generator, model: DisturbanceModel) -> None:
+        self._noise, self._generator, self._model = noise, generator, model
+        self._correlated, self._push = np.zeros(6), np.zeros(6)
         self._push_steps_left = 0
 
-    def draw(self) -> np.ndarray:
-        """The next step's disturbance, float64 [3]."""
+    def draw(self, *, may_be_pushed: bool = True) -> np.ndarray:
+        """The next step's disturbance, float64 [6]. may_be_pushed: a push may begin; one that has begun goes on."""
         if self._noise == 0.0:
-            return np.zeros(3)
-        fresh = self._generator.normal(0.0, self._noise, 3)
+            return np.zeros(6)
+        fresh = np.zeros(6)
+        fresh[:3] = self._generator.normal(0.0, self._noise, 3)
+        if self._model.rotation:
+            fresh[3:] = self._generator.normal(0.0, self._noise * self._model.rotation, 3)
         self._correlated = _NOISE_DECAY * self._correlated + _NOISE_INPUT * fresh
-        if self._push_steps_left == 0 and self._generator.random() < _PUSH_PROBABILITY:
+        may_begin = self._push_steps_left == 0 and may_be_pushed
+        if may_begin and self._generator.random() < self._model.push_probability:
             self._push_steps_left = _PUSH_STEPS
-            self._push = self._generator.uniform(-_PUSH_SIZE, _PUSH_SIZE)
+            self._push[:3] = self._generator.uniform(-_PUSH_SIZE, _PUSH_SIZE)
         if self._push_steps_left == 0:
             return self._correlated
         self._push_steps_left -= 1
@@ -66,34 +71,33 @@ class Disturbance:
 
 
 class Recorder:
-    """Makes demonstrations in one environment. A result depends on (seed, noise, states, task, index) alone.
+    """Makes demonstrations in one environment. A result depends on (seed, noise, task, index) alone.
 
-    states: attempts take the init states 0 .. states - 1 in turn; None: all that there are.
+    noise: standard deviation of the disturbance, action units; None: the expert's own.
     """
 
-    def __init__(self, spec: EnvSpec, seed: int, noise: float, states: int | None = None) -> None:
+    def __init__(self, spec: EnvSpec, seed: int, noise: float | None = None) -> None:
         expert = expert_class(spec.name)
         self._env = spec.replace(**expert.recording_settings(seed))()
         self._expert = expert(self._env)
-        self._seed, self._noise, self._states = seed, noise, states
+        self._seed = seed
+        self._noise = expert.disturbance.noise if noise is None else noise
 
     def attempt(self, task: str, index: int) -> Rollout | None:
-        """Attempt number `index` of `task`; None when it was not solved. Every attempt has noise of its own."""
-        env, states = self._env, self._states
-        if states is not None and self._expert.init_state(task, states - 1) != states - 1:
-            raise ValueError(f"states={states}, but task '{task}' has fewer init states; lower it or leave it out")
-        init_state = self._expert.init_state(task, index if states is None else index % states)
-        env.reset(task, init_state)
+        """Attempt number `index` of `task`, from the init state of that number; None when it was not solved."""
+        env = self._env
+        env.reset(task, index)
         self._expert.reset()
         seed = (_NOISE_PURPOSE, self._seed, list(env.tasks).index(task), index)
-        disturbance = Disturbance(self._noise, np.random.default_rng(seed))
+        disturbance = Disturbance(self._noise, np.random.default_rng(seed), self._expert.disturbance)
         observations, actions = [], []
         while True:
+            may_be_pushed = self._expert.may_be_pushed()
             action = self._expert.act()
             observations.append(env.observe())
             actions.append(action)
             executed = action.copy()
-            executed[:3] += disturbance.draw()
+            executed[:6] += disturbance.draw(may_be_pushed=may_be_pushed)
             outcome = env.step(executed)
             if outcome.done:
                 break
@@ -102,7 +106,7 @@ class Recorder:
         return Rollout(
             task=task,
             instruction=env.instruction,
-            init_state=init_state,
+            init_state=index,
             main_images=np.stack([one[MAIN_IMAGE] for one in observations]),
             wrist_images=np.stack([one[WRIST_IMAGE] for one in observations]),
             states=np.stack([state_of(one) for one in observations]),

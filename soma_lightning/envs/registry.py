@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -61,12 +62,26 @@ def environment_class(name: str) -> type[ManipulationEnv]:
     return cls
 
 
+def effective_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with the defaults of environment `name` for all other settings that JSON can say."""
+    parameters = inspect.signature(environment_class(name)).parameters.values()
+    return {**{one.name: one.default for one in parameters if _is_plain(one.default)}, **given}
+
+
 def expert_class(name: str) -> type[ScriptedExpert]:
     """The scripted expert of environment `name`. ValueError naming those with one when it has none."""
     if name not in EXPERTS:
         raise ValueError(f"environment '{name}' has no scripted expert; those with one: {', '.join(EXPERTS)}")
     module_name, _, class_name = EXPERTS[name].partition(":")
     return cast("type[ScriptedExpert]", getattr(import_module(module_name), class_name))
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def make(name: str, **settings: Any) -> ManipulationEnv:

@@ -29,10 +29,11 @@ class RenderingUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class RenderingState:
-    """What `check_gl` found: MuJoCo's version and the back end that gave a context."""
+    """What `check_gl` found: MuJoCo's version, the back end that gave a context, and the driver that draws."""
 
     backend: str
     mujoco_version: str
+    renderer: str = "unknown"
 
     def __str__(self) -> str:
         return f"rendering works: mujoco {self.mujoco_version}, MUJOCO_GL={self.backend}"
@@ -70,10 +71,12 @@ def check_gl() -> RenderingState:
         raise _unavailable("MuJoCo was imported with rendering switched off")
     try:
         # A whole renderer, because GLFW without a display hands out an empty context that only fails when it is used.
-        mujoco.Renderer(mujoco.MjModel.from_xml_string("<mujoco/>"), 8, 8, max_geom=1).close()
+        drawn_by = mujoco.Renderer(mujoco.MjModel.from_xml_string("<mujoco/>"), 8, 8, max_geom=1)
+        renderer = _driver()
+        drawn_by.close()
     except Exception as error:  # every back end has exception classes of its own
         raise _unavailable(f"no OpenGL context ({error})") from error
-    return RenderingState(backend=os.environ.get("MUJOCO_GL") or "glfw", mujoco_version=mujoco.__version__)
+    return RenderingState(os.environ.get("MUJOCO_GL") or "glfw", mujoco.__version__, renderer)
 
 
 def choose_egl_device(turn: int = 0) -> None:
@@ -112,6 +115,12 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _driver() -> str:
+    """Name of the driver behind the current context, such as "llvmpipe (LLVM 15.0.6, 256 bits)"."""
+    name = import_module("OpenGL.GL").glGetString(0x1F01)  # GL_RENDERER
+    return name.decode() if name else "unknown"
 
 
 def _unavailable(reason: str) -> RenderingUnavailableError:

@@ -90,8 +90,9 @@ class SomaTable(TaskEnv[TableTask]):
     image_size: side of both square images, pixels. obs_type: "image", or "state" for no images (and no OpenGL) but
     `object-state` float64 [7] = cube position, green and blue disc centres (x, y). stream: which family of init states.
     shaped_reward: adds the step's progress (0 at the start, 1 at the goal, as a difference, so the sum over an
-    episode only depends on its ends) to the sparse 1 of success. lock_rotation: the hand keeps pointing down and the
-    rotation part of actions has no effect; False turns the hand by 0.145 rad a step and unit.
+    episode only depends on its ends) to the sparse 1 of success. end_on_success: the episode ends when the goal is
+    reached; False goes on to the limit with `success` kept and the 1 paid once. lock_rotation: the hand keeps pointing
+    down and the rotation part of actions has no effect; False turns the hand by 0.145 rad a step and unit.
     Raises ValueError for a setting out of range and ImportError with the install line when MuJoCo is missing.
     """
 
@@ -104,6 +105,7 @@ class SomaTable(TaskEnv[TableTask]):
         obs_type: ObsType = "image",
         stream: int = EVALUATION_STREAM,
         shaped_reward: bool = False,
+        end_on_success: bool = True,
         lock_rotation: bool = True,
         scene: TableScene | None = None,
     ) -> None:
@@ -119,7 +121,7 @@ class SomaTable(TaskEnv[TableTask]):
             raise ValueError(f"image_size={image_size} differs from the shared scene's {scene.image_size}")
         self.tasks = dict(TASKS)
         self.image_size, self.obs_type, self.stream = image_size, obs_type, stream
-        self.shaped_reward, self.lock_rotation = shaped_reward, lock_rotation
+        self.shaped_reward, self.end_on_success, self.lock_rotation = shaped_reward, end_on_success, lock_rotation
         if obs_type == "image":
             check_gl()
         self._scene = (scene or TableScene(image_size)).acquire()
@@ -136,6 +138,7 @@ class SomaTable(TaskEnv[TableTask]):
             obs_type=self.obs_type,
             stream=self.stream,
             shaped_reward=self.shaped_reward,
+            end_on_success=self.end_on_success,
             lock_rotation=self.lock_rotation,
             scene=self._scene,
         )
@@ -170,10 +173,12 @@ class SomaTable(TaskEnv[TableTask]):
         self._command_fingers()
         self._mujoco.mj_step(self._scene.model, self._data, SUBSTEPS)
         self._steps += 1
-        reward = self._reward_of_step(task)
-        truncated = self._steps >= task.max_steps and not self._success
-        self._done = self._success or truncated
-        return StepOutcome(reward=reward, success=self._success, terminated=self._success, truncated=truncated)
+        reached = self._reached(task)
+        reward = self._reward_of_step(reached)
+        terminated = self._success and self.end_on_success
+        truncated = self._steps >= task.max_steps and not terminated
+        self._done = terminated or truncated
+        return StepOutcome(reward, self._success, terminated, truncated, at_goal=reached)
 
     def observe(self) -> dict[str, np.ndarray]:
         self._running_task()
@@ -209,6 +214,13 @@ class SomaTable(TaskEnv[TableTask]):
             blue=data.mocap_pos[scene.blue_disc][:2].copy(),
             opening=float(left - right),
         )
+
+    def facts(self) -> dict[str, str]:
+        """MuJoCo's version, and what draws the images ("nothing" with state observations)."""
+        if self.obs_type == "state":
+            return {"mujoco": str(self._mujoco.__version__), "gl": "nothing"}
+        state = check_gl()
+        return {"mujoco": state.mujoco_version, "gl": state.backend, "gl_renderer": state.renderer}
 
     def close(self) -> None:
         if not self._closed:
@@ -259,8 +271,7 @@ class SomaTable(TaskEnv[TableTask]):
         width = FINGER_OPEN_M if self._gripper_open else 0.0
         self._data.ctrl[:] = [width, -width]
 
-    def _reward_of_step(self, task: TableTask) -> float:
-        reached = self._reached(task)
+    def _reward_of_step(self, reached: bool) -> float:
         reward = float(reached and not self._success)
         self._success = self._success or reached
         if self.shaped_reward:

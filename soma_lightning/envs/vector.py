@@ -126,6 +126,9 @@ class LocalEnvs(_ClosedOnExit):
     def tasks(self) -> Mapping[str, TaskSpec]:
         return self._envs[0].tasks
 
+    def facts(self) -> dict[str, str]:
+        return self._envs[0].facts()
+
     def task_table(self) -> dict[str, TaskSpec]:
         """`tasks` as a call, for a worker process that serves this group."""
         return dict(self._envs[0].tasks)
@@ -216,6 +219,11 @@ class SpawnedEnvs(_ClosedOnExit):
         """The workers' process ids, in the order of their numbers."""
         return [worker.pid for worker in self._workers]
 
+    def facts(self) -> dict[str, str]:
+        """`ManipulationEnv.facts` as the first worker has them. WorkerError when it fails."""
+        facts: dict[str, str] = self._ask_first("facts")
+        return facts
+
     def reset(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
         """Starts `episodes[i]` in `slots[i]`. ValueError for an unknown task, WorkerError when a worker fails."""
         self._ledger.check_episodes(slots, episodes, self.tasks)
@@ -266,13 +274,22 @@ class SpawnedEnvs(_ClosedOnExit):
         try:
             for worker in self._workers:
                 worker.await_ready()
-            self._workers[0].send("task_table")
-            deadline = time.monotonic() + self._timeout_s
-            tasks: dict[str, TaskSpec] = self._workers[0].receive("task_table", deadline, self._timeout_s)
         except WorkerFailure as failure:
-            slots = list(range(self.num_slots))
-            raise WorkerError(str(failure), slots=slots, episodes=dict.fromkeys(slots), results={}) from failure
+            raise self._useless(failure) from failure
+        tasks: dict[str, TaskSpec] = self._ask_first("task_table")
         return tasks
+
+    def _ask_first(self, method: str) -> Any:
+        """What all workers would answer alike, from the first one."""
+        try:
+            self._workers[0].send(method)
+            return self._workers[0].receive(method, time.monotonic() + self._timeout_s, self._timeout_s)
+        except WorkerFailure as failure:
+            raise self._useless(failure) from failure
+
+    def _useless(self, failure: WorkerFailure) -> WorkerError:
+        slots = list(range(self.num_slots))
+        return WorkerError(str(failure), slots=slots, episodes=dict.fromkeys(slots), results={})
 
     def _call(self, method: str, slots: Sequence[int], columns: Sequence[Sequence[Any] | np.ndarray]) -> list[Any]:
         """Calls `method(slots, *columns)` in every worker concerned; one result a slot, in the order of `slots`.
@@ -349,7 +366,9 @@ def _run_chunk(env: ManipulationEnv, chunk: np.ndarray, *, record: bool) -> Chun
         step = env.step(action)
         outcome.steps += 1
         outcome.reward += step.reward
-        outcome.success, outcome.done = step.success, step.done
+        outcome.success, outcome.done, outcome.at_goal = step.success, step.done, step.at_goal
+        if step.success and outcome.steps_to_success is None:
+            outcome.steps_to_success = outcome.steps
         if outcome.frames is not None:
             outcome.frames.append(env.frame())
         if step.done:

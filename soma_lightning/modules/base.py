@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from soma_lightning.contract import ACTION, ACTION_IS_PAD
+from soma_lightning.contract import ACTION, ACTION_IS_PAD, TRAINING_FILE
 from soma_lightning.modules.ema import TrainableEMA
 from soma_lightning.modules.schedule import fit_to_run, warmup_cosine
 from soma_lightning.modules.timing import StepTimer
@@ -226,6 +227,8 @@ class PolicyModule(LightningModule):
         folder = Path(self.trainer.default_root_dir) / "policy"
         try:
             self.policy.save_pretrained(folder)
+            steps = {"step": self.trainer.global_step, "epoch": self.trainer.current_epoch}
+            (folder / TRAINING_FILE).write_text(json.dumps(steps))
         finally:
             if self._ema is not None:
                 self._ema.swap_out(self)

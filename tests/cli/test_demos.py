@@ -102,7 +102,6 @@ def test_a_recording_that_was_stopped_goes_on_or_is_dropped(
     [
         (["--env_options", '{"image_size": 64}'], "--env_options.image_size: both images have one size, --image_size"),
         (["--env_options", '{"stream": 1}'], "stream is set by the seed of the recording"),
-        (["--states", "0"], "states=0 must be at least 1"),
         (["--task", "pich"], "unknown task with a scripted expert 'pich'"),
         (["--env", "somatabel"], "Did you mean 'somatable'"),
         (["--episodes", "0"], "episodes=0 must be at least 1"),

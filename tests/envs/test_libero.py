@@ -158,7 +158,7 @@ def check_motion(table: LiberoEnv, first: dict[str, np.ndarray]) -> None:
     assert (outcome.reward, outcome.success, outcome.done) == (0.0, False, False)
 
 
-def test_a_spatial_task_without_mirror_images_and_with_soft_resets() -> None:
+def test_a_spatial_task_without_mirror_images_and_smooth_edges_and_with_soft_resets() -> None:
     """Another suite beside the first in one process; the options change what they say and nothing else."""
     env = LiberoEnv("libero_spatial", task_numbers=[0], image_size=SIZE, hard_reset=False, cameras=["agentview"])
     first = started(env)
@@ -167,7 +167,12 @@ def test_a_spatial_task_without_mirror_images_and_with_soft_resets() -> None:
     env._simulator._reflections = False
     dull = env.observe()
     assert 0 < distance(first["agentview_image"], dull["agentview_image"].astype(float)) < 60
-    np.testing.assert_array_equal(first["robot0_eef_pos"], dull["robot0_eef_pos"])
+    env._simulator._multisampling = False
+    jagged = env.observe()
+    assert 0.02 < (jagged["agentview_image"] != dull["agentview_image"]).any(axis=-1).mean() < 0.7
+    assert 0 < distance(jagged["agentview_image"], dull["agentview_image"].astype(float)) < 10
+    np.testing.assert_array_equal(jagged["agentview_image"], env.observe()["agentview_image"])
+    np.testing.assert_array_equal(first["robot0_eef_pos"], jagged["robot0_eef_pos"])
     gone = moved(env)["robot0_eef_pos"] - first["robot0_eef_pos"]
     assert gone[0] == pytest.approx(0.10, abs=0.02)
     begin = time.monotonic()
@@ -191,6 +196,28 @@ def test_fixtures_stand_where_the_episodes_number_puts_them(goal: LiberoEnv) -> 
     np.testing.assert_array_equal(first, again)
     assert 0 < np.abs(first - second).max() < 0.05
     assert np.random.get_state()[2] == before  # noqa: NPY002 (building and resetting draw from a seed of their own)
+
+
+def test_other_streams_draw_initial_states_that_the_benchmark_does_not_have(goal: LiberoEnv) -> None:
+    (task,) = goal.tasks
+    drawn = LiberoEnv("libero_goal", task_numbers=[8], cameras=[], settle_steps=0, stream=3)
+
+    def place(env: LiberoEnv, number: int) -> np.ndarray:
+        """Joint positions at the start."""
+        env.reset(task, number)
+        return env.simulator_state()[1:]
+
+    stored = LiberoSuite("libero_goal").init_states(task)[:, 1:]
+    first, far, again = place(drawn, 0), place(drawn, 1000), place(drawn, 0)
+    np.testing.assert_array_equal(first, again)
+    for state in (first, far):
+        nearest = np.abs(stored - state).max(axis=1).min()
+        assert 1e-4 < nearest < 0.1
+    drawn.stream = 4
+    assert np.abs(place(drawn, 0) - first).max() > 1e-4
+    with pytest.raises(ValueError, match="init_state=-1 of task .* is negative"):
+        drawn.reset(task, -1)
+    drawn.close()
 
 
 def test_a_reset_that_fails_raises_at_once_and_the_next_one_works(
@@ -289,7 +316,6 @@ def test_every_task_of_every_suite_has_its_files(suite: str) -> None:
 
 def test_wrong_episodes_are_refused_by_name(table: LiberoEnv) -> None:
     task = next(iter(table.tasks))
-    assert table.num_init_states(task) == 50
     with pytest.raises(ValueError, match=rf"init_state=50 of task '{task}' does not exist; it has 0\.\.49"):
         table.reset(task, 50)
     with pytest.raises(ValueError, match=r"unknown task 'pick_up_the_soup'.*Did you mean"):

@@ -10,7 +10,7 @@ import pytest
 
 from soma_lightning.envs.demos import check_recording
 from soma_lightning.envs.libero import LiberoEnv
-from soma_lightning.envs.libero_expert import EXPERT_TASKS, LiberoExpert
+from soma_lightning.envs.libero_expert import EXPERT_TASKS, LiberoExpert, Phase
 from soma_lightning.envs.registry import EnvSpec
 from soma_lightning.imports import is_available
 
@@ -36,6 +36,8 @@ def attempt(env: LiberoEnv, expert: LiberoExpert, task: str) -> tuple[bool, np.n
     expert.reset()
     actions = []
     while True:
+        phase = expert._running().phase
+        assert expert.may_be_pushed() == (phase in (Phase.HOVER, Phase.DOWN, Phase.LIFT, Phase.CARRY))
         actions.append(expert.act())
         outcome = env.step(actions[-1])
         if outcome.done:
@@ -61,13 +63,13 @@ def test_other_tasks_are_refused_by_name() -> None:
         spec = EnvSpec("libero", {"suite": "libero_goal", "task_numbers": numbers})
         message = f"unknown task with a scripted expert '{task}'; known: {BOWL_ON_PLATE}"
         with pytest.raises(ValueError, match=message):
-            check_recording(spec, [task], episodes=1, seed=0, noise=0.2, states=None, workers=1)
+            check_recording(spec, [task], episodes=1, seed=0, noise=0.2, workers=1)
 
 
 def test_recordings_need_both_cameras() -> None:
     spec = EnvSpec("libero", {"suite": "libero_goal", "cameras": []})
     with pytest.raises(ValueError, match="demonstrations hold both cameras"):
-        check_recording(spec, [BOWL_ON_PLATE], episodes=1, seed=0, noise=0.2, states=None, workers=1)
+        check_recording(spec, [BOWL_ON_PLATE], episodes=1, seed=0, noise=0.2, workers=1)
 
 
 def test_the_expert_refuses_a_running_task_that_it_cannot_do(goal: LiberoEnv, monkeypatch: pytest.MonkeyPatch) -> None:

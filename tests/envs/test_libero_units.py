@@ -171,7 +171,7 @@ def test_nothing_is_built_before_the_first_reset_and_one_simulator_at_a_time(sim
     env.reset("open_the_drawer", 3)
     (first,) = simulator.alive
     assert first.bddl_file == "open_the_drawer.bddl"
-    assert first.settings == {"image_size": 64, "hard_reset": False, "reflections": False}
+    assert first.settings == {"image_size": 64, "hard_reset": False, "reflections": False, "multisampling": True}
     assert (first.start, first.seed) == (3.0, 7 + 3)
     env.reset("open_the_drawer", 4)
     assert simulator.alive == [first]
@@ -216,6 +216,7 @@ def test_success_is_kept_and_paid_once(simulator: type[FakeSimulator], end_on_su
     else:
         assert [o.success for o in outcomes] == [False, True, True, True, True, True]
         assert [o.reward for o in outcomes] == [0, 1, 0, 0, 0, 0]
+        assert [o.at_goal for o in outcomes] == [False, True, True, False, True, False]
         assert (outcomes[-1].terminated, outcomes[-1].truncated) == (False, True)
     env.reset("push_the_plate", 1)
     assert not env.step(STILL).success

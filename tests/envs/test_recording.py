@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from soma_lightning.envs import demos
 from soma_lightning.envs.attempts import AttemptStore
+from soma_lightning.envs.base import DisturbanceModel
 from soma_lightning.envs.demos import demonstration_features, record_demonstrations, recording_identity
 from soma_lightning.envs.recorder import Disturbance, Recorder
-from soma_lightning.envs.registry import EnvSpec
+from soma_lightning.envs.registry import EnvSpec, expert_class
 from soma_lightning.envs.worker import WorkerError
 
 SPEC = EnvSpec("somatable", {"image_size": 32})
@@ -91,7 +93,7 @@ def test_a_recording_that_was_stopped_goes_on(
         return original(self, task, index)
 
     def store() -> AttemptStore:
-        return AttemptStore(tmp_path / "attempts", recording_identity(SPEC, seed=0, noise=0.25, states=None))
+        return AttemptStore(tmp_path / "attempts", recording_identity(SPEC, seed=0, noise=0.25))
 
     def run() -> tuple[ListWriter, dict[str, object]]:
         writer = ListWriter()
@@ -115,24 +117,13 @@ def test_a_recording_that_was_stopped_goes_on(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"noise": 0.0}, {"states": 3}])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"noise": 0.0}])
 def test_attempts_of_other_settings_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    settings: dict[str, Any] = {"seed": 0, "noise": 0.25, "states": None}
+    settings: dict[str, Any] = {"seed": 0, "noise": 0.25}
     AttemptStore(tmp_path / "attempts", recording_identity(SPEC, **settings)).save("push", 0, None)
     ((name, value),) = change.items()
     with pytest.raises(ValueError, match=rf"with {name}={settings[name]} and not {value}; repeat its settings"):
         AttemptStore(tmp_path / "attempts", recording_identity(SPEC, **{**settings, **change}))
-
-
-def test_states_are_taken_in_turn() -> None:
-    writer = ListWriter()
-    summary = record_demonstrations(
-        SPEC, ["reach_green"], episodes=5, writer=writer, states=2, report=lambda line: None
-    )
-    assert summary.tasks[0].init_states == [0, 1, 0, 1, 0]
-    first, again = (writer.episodes[index][0]["observation.state"] for index in (0, 2))
-    np.testing.assert_array_equal(first[0], again[0])
-    assert not np.array_equal(first[5], again[5]), "every attempt has noise of its own"
 
 
 def test_another_seed_gives_other_scenes(alone: tuple[ListWriter, dict[str, object], list[str]]) -> None:
@@ -163,18 +154,64 @@ def test_labels_are_the_experts_own_actions() -> None:
     clean.close()
 
 
+def disturbed(model: DisturbanceModel, steps: int, *, may_be_pushed: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Draws [steps, 6] of noise 0.25, and which of them hold a push."""
+    disturbance = Disturbance(0.25, np.random.default_rng(0), model)
+    drawn, pushed = np.empty((steps, 6)), np.empty(steps, bool)
+    for step in range(steps):
+        drawn[step] = disturbance.draw(may_be_pushed=may_be_pushed)
+        pushed[step] = np.abs(drawn[step] - disturbance._correlated).max() > 0.0
+    return drawn, pushed
+
+
 def test_disturbance_has_the_stated_size() -> None:
     """Without pushes, AR(1) with 0.8 and 0.6 keeps the standard deviation of its input: 0.6 / sqrt(1 - 0.64) = 1."""
-    disturbance = Disturbance(0.25, np.random.default_rng(0))
-    drawn = []
-    for _ in range(20000):
-        value = disturbance.draw()
-        if disturbance._push_steps_left == 0 and np.abs(value - disturbance._correlated).max() == 0.0:
-            drawn.append(value)
-    assert np.std(drawn) == pytest.approx(0.25, rel=0.05)
-    pushed = 1 - len(drawn) / 20000
-    assert pushed == pytest.approx(0.03 * 5 / (1 + 0.03 * 4), rel=0.15)
-    np.testing.assert_array_equal(Disturbance(0.0, np.random.default_rng(0)).draw(), np.zeros(3))
+    drawn, pushed = disturbed(DisturbanceModel(), 20000)
+    assert np.std(drawn[~pushed, :3]) == pytest.approx(0.25, rel=0.05)
+    assert np.mean(pushed) == pytest.approx(0.03 * 5 / (1 + 0.03 * 4), rel=0.15)
+    np.testing.assert_array_equal(drawn[:, 3:], 0.0)
+    silent = Disturbance(0.0, np.random.default_rng(0), DisturbanceModel())
+    np.testing.assert_array_equal(silent.draw(), np.zeros(6))
+
+
+def test_a_model_turns_the_hand_and_pushes_it_as_often_as_it_says() -> None:
+    drawn, pushed = disturbed(DisturbanceModel(rotation=0.2, push_probability=0.02), 20000)
+    assert np.std(drawn[:, 3:]) == pytest.approx(0.25 * 0.2, rel=0.05)
+    assert np.mean(pushed) == pytest.approx(0.02 * 5 / (1 + 0.02 * 4), rel=0.15)
+    begins = np.flatnonzero(pushed[1:] & ~pushed[:-1])
+    assert all(pushed[begin + 1 : begin + 6].all() for begin in begins), "a push lasts 5 steps"
+    assert not disturbed(DisturbanceModel(), 20000, may_be_pushed=False)[1].any()
+
+
+def test_a_push_begins_only_where_the_expert_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is asked for before the action, because the action may end its phase."""
+    asked: list[str] = []
+    original = expert_class("somatable")
+    act = original.act
+    monkeypatch.setattr(original, "disturbance", DisturbanceModel(push_probability=1.0))
+    monkeypatch.setattr(original, "may_be_pushed", lambda self: bool(asked.append("push")))
+    monkeypatch.setattr(original, "act", lambda self: asked.append("act") or act(self))
+    monkeypatch.setattr(Disturbance, "draw", _without_pushes(Disturbance.draw))
+    recorder = Recorder(SPEC, seed=0)
+    assert recorder.attempt("reach_green", 0) is not None
+    recorder.close()
+    assert asked == ["push", "act"] * (len(asked) // 2)
+
+
+def _without_pushes(draw: Any) -> Any:
+    def checked(self: Disturbance, **settings: bool) -> np.ndarray:
+        drawn = draw(self, **settings)
+        np.testing.assert_array_equal(drawn, self._correlated)
+        return drawn
+
+    return checked
+
+
+def test_noise_is_the_experts_own_unless_it_is_given() -> None:
+    assert recording_identity(SPEC, seed=0, noise=None)["noise"] == 0.25
+    assert recording_identity(SPEC, seed=0, noise=0.1)["noise"] == 0.1
+    libero = EnvSpec("libero", {"suite": "libero_goal"})
+    assert recording_identity(libero, seed=0, noise=None)["noise"] == 0.2
 
 
 @pytest.mark.parametrize(
@@ -186,8 +223,9 @@ def test_disturbance_has_the_stated_size() -> None:
         ({"episodes": 0}, "episodes=0 must be at least 1"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"noise": -0.1}, "noise=-0.1 must be at least 0"),
-        ({"states": 0}, "states=0 must be at least 1"),
         ({"workers": 0}, "workers=0 must be at least 1"),
+        ({"timeout_s": 0.0, "workers": 2}, "timeout_s=0.0 must be above 0 seconds"),
+        ({"timeout_s": 5.0}, "timeout_s=5.0 .* works with workers above 1"),
         ({"spec": SPEC.replace(stream=3)}, "stream is set by the seed of the recording"),
         ({"spec": SPEC.replace(obs_type="state")}, "demonstrations hold images"),
         ({"spec": EnvSpec("libero", {"image_size": 64})}, "environment 'libero' needs suite=, one of libero_object"),
@@ -208,6 +246,22 @@ def test_an_environment_without_expert_is_refused(tmp_path: Path, monkeypatch: p
         ValueError, match="environment 'own_env:Own' has no scripted expert; those with one: somatable, libero"
     ):
         record_demonstrations(EnvSpec("own_env:Own"), ["push"], episodes=1, writer=ListWriter())
+
+
+def test_no_attempt_is_begun_in_vain() -> None:
+    """All numbers of one call may be under way at once, so a call asks for as many as are still missing."""
+    asked: list[list[int]] = []
+    solved = {0, 3, 5, 6}
+
+    def attempts_of(task: str, numbers: Iterable[int]) -> Iterator[object]:
+        asked.append(list(numbers))
+        return (object() if number in solved else None for number in asked[-1])
+
+    results = list(demos._first_successes("push", 4, 100, attempts_of))  # type: ignore[arg-type]
+    assert asked == [[0, 1, 2, 3], [4, 5], [6]]
+    assert [result is not None for result in results] == [number in solved for number in range(7)]
+    asked.clear()
+    assert len(list(demos._first_successes("push", 4, 5, attempts_of))) == 5  # type: ignore[arg-type]
 
 
 def test_a_task_that_hardly_ever_succeeds_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

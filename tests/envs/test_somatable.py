@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from soma_lightning.envs.base import Episode
+from soma_lightning.envs.experts import expert_action
 from soma_lightning.envs.somatable import TASKS, SomaTable
+from soma_lightning.envs.vector import LocalEnvs
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 OPEN = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
@@ -316,3 +319,36 @@ def test_wrong_use_is_refused() -> None:
     env.close()
     with pytest.raises(RuntimeError, match="this SomaTable is closed"):
         env.reset("pick", 0)
+
+
+def test_an_episode_that_goes_on_after_its_success_says_whether_it_lasts() -> None:
+    """The hand reaches the point above the disc, and is then driven away from it."""
+    env = SomaTable(obs_type="state", end_on_success=False)
+    assert env.sibling().end_on_success is False
+    env.reset("reach_green", 0)
+    outcomes = []
+    while not (outcomes and outcomes[-1].success):
+        outcomes.append(env.step(expert_action("reach_green", env.table_state())))
+    assert (outcomes[-1].at_goal, outcomes[-1].done) == (True, False)
+    while not outcomes[-1].done:
+        outcomes.append(env.step(along(2, 1.0)))
+    assert len(outcomes) == TASKS["reach_green"].max_steps
+    assert (outcomes[-1].success, outcomes[-1].at_goal) == (True, False)
+    assert (outcomes[-1].terminated, outcomes[-1].truncated) == (False, True)
+    assert sum(outcome.reward for outcome in outcomes) == 1.0
+    env.close()
+
+
+def test_a_chunk_says_when_the_goal_was_first_reached() -> None:
+    env = SomaTable(obs_type="state", end_on_success=False)
+    with LocalEnvs(lambda: env, 1) as group:
+        assert set(group.facts()) == {"mujoco", "gl"}
+        group.reset([0], [Episode("reach_green", 0)])
+        outcome = None
+        while outcome is None or not outcome.success:
+            towards = expert_action("reach_green", env.table_state())
+            (outcome,) = group.execute([0], np.stack([[towards, towards, along(2, 1.0)]]))
+        assert outcome.steps == 3
+        assert outcome.steps_to_success in (1, 2)  # the third action leads away
+        (outcome,) = group.execute([0], np.stack([[along(2, 1.0)] * 20]))
+        assert (outcome.success, outcome.at_goal, outcome.steps_to_success) == (True, False, 1)

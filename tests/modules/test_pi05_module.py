@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from soma_lightning.contract import TRAINING_FILE
 from soma_lightning.models import PI05Policy
 from soma_lightning.modules import PI05Module
 from soma_lightning.modules.base import TrainingConfig
@@ -168,6 +169,8 @@ def test_export_is_the_trained_policy(make_run, tmp_path: Path):
     for (name, p), (_, q) in zip(module.policy.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(p, q), name
     assert loaded.describe()["statistics"] == module.policy.describe()["statistics"]
+    noted = json.loads((tmp_path / "run" / "policy" / TRAINING_FILE).read_text())
+    assert noted["step"] == trainer.global_step > 0
 
 
 def test_export_holds_the_average(make_run, tmp_path: Path):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from soma_lightning.contract import ACTION, STATE, Statistics
+from soma_lightning.contract import ACTION, STATE, TRAINING_FILE, Statistics
 from soma_lightning.models.normalization import load_statistics, save_statistics
 from soma_lightning.models.pi05.checkpoint import WEIGHTS_FILE, CheckpointLayout
 from soma_lightning.models.pi05.config import PI05Config
@@ -38,6 +38,7 @@ _WRITTEN_BY_US = {
     WEIGHTS_FILE,
     STATISTICS_FILE,
     TOKENIZER_FILE,
+    TRAINING_FILE,
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "assets",
 }

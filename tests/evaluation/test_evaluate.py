@@ -7,85 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from soma_lightning import plots
-from soma_lightning.envs.base import ChunkOutcome, Episode
-from soma_lightning.evaluation import (
-    EPISODES,
-    EvaluationSettings,
-    draw_noise,
-    evaluate,
-    summarize,
-    wilson_interval,
-)
-
-
-class CountingEnvs:
-    """An episode of state k ends after k % 3 + 1 chunks and succeeds when the mean of its actions is positive."""
-
-    tasks = ("push", "pick")
-
-    def __init__(self, num_slots: int, fail_after: int | None = None) -> None:
-        self.num_slots, self.fail_after = num_slots, fail_after
-        self.running: dict[int, tuple[Episode, int, float]] = {}
-        self.executed: list[tuple[int, ...]] = []
-
-    def reset(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
-        for slot, episode in zip(slots, episodes, strict=True):
-            self.running[slot] = (episode, 0, 0.0)
-
-    def observe(self, slots: Sequence[int]) -> dict:
-        tasks = [self.running[slot][0].task for slot in slots]
-        return {"main_images": None, "states": np.zeros((len(slots), 8)), "task_descriptions": tasks}
-
-    def execute(self, slots, actions, record) -> list[ChunkOutcome]:
-        if self.fail_after is not None and len(self.executed) >= self.fail_after:
-            raise RuntimeError("the simulator died")
-        self.executed.append(actions.shape)
-        outcomes = []
-        for index, slot in enumerate(slots):
-            episode, chunks, total = self.running[slot]
-            chunks, total = chunks + 1, total + float(actions[index].mean())
-            self.running[slot] = (episode, chunks, total)
-            done = chunks == episode.init_state % 3 + 1
-            frames = [np.full((8, 8, 3), 40 * chunks, np.uint8)] * 2 if record[index] else None
-            outcomes.append(ChunkOutcome(done and total > 0, done, actions.shape[1], 0.5, frames))
-        return outcomes
-
-
-class NoisePolicy:
-    """Acts its own noise, so the outcome shows which noise it was given."""
-
-    noise_shape = (4, 7)
-    config = SimpleNamespace(n_action_steps=2, num_inference_steps=3)
-
-    def predict_action_batch(self, observation, *, mode, compute_values, num_steps, noise):
-        assert mode == "eval"
-        assert len(observation["task_descriptions"]) == len(noise)
-        return noise.numpy(), {}
-
-    def __init__(self, weight: float = 0.0) -> None:
-        self.weight = torch.tensor([weight])
-
-    def backbone_hash(self) -> str:
-        return "none"
-
-    def describe(self) -> dict:
-        return {"config": "noise"}
-
-    def state_dict(self) -> dict:
-        return {"weight": self.weight}
-
-    def report_facts(self) -> dict:
-        return {"kind": "noise"}
-
-
-def settings(**changes) -> EvaluationSettings:
-    values = {"policy": "p", "env": "e", "tasks": ("pick", "push"), "executed_steps": 2, "denoising_steps": 3}
-    return EvaluationSettings(**{**values, "episodes": 7, "recorded": 1, **changes})
+from soma_lightning.envs.base import Episode
+from soma_lightning.evaluation import EPISODES, Rollout, draw_noise, evaluate, summarize, wilson_interval
+from tests.evaluation.fakes import CountingEnvs, NoisePolicy, settings
 
 
 def outcome_of(results: dict) -> dict:
@@ -145,10 +73,10 @@ def test_other_settings_are_refused_until_overwritten(tmp_path: Path):
 
 
 def test_files(tmp_path: Path):
-    evaluate(NoisePolicy(), CountingEnvs(2), settings(), tmp_path)
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(recorded=1), tmp_path)
     for name in ("run_report.json", "results.json", "success.png", "contact_sheet.png"):
         assert (tmp_path / name).stat().st_size > 0
-    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
+    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 4  # a success and a failure of each task
     assert json.loads((tmp_path / "results.json").read_text())["policy"]["kind"] == "noise"
 
 
@@ -202,18 +130,19 @@ def test_overwrite_loses_nothing_before_there_is_something_new(tmp_path: Path):
 
 
 def test_overwrite_leaves_no_file_of_the_earlier_evaluation(tmp_path: Path):
-    evaluate(NoisePolicy(), CountingEnvs(2), settings(recorded=3), tmp_path)
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(recorded=2), tmp_path)
     (tmp_path / "videos" / "notes.txt").write_text("mine")
-    evaluate(NoisePolicy(), CountingEnvs(2), settings(seed=1, tasks=("pick",)), tmp_path, overwrite=True)
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(seed=1, recorded=1, tasks=("pick",)), tmp_path, overwrite=True)
     videos = sorted(path.name for path in (tmp_path / "videos").iterdir())
-    assert [name.split("_")[:2] for name in videos[1:]] == [["pick", "0000"], ["pick", "0000"]]
+    assert len(videos) == 5
+    assert {name.split("_")[0] for name in videos[1:]} == {"pick"}
     assert videos[0] == "notes.txt"
 
 
 def test_recorded_frames_of_an_episode_that_was_not_finished_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = evaluate(NoisePolicy(), CountingEnvs(1), settings(), tmp_path / "whole")
+    whole = evaluate(NoisePolicy(), CountingEnvs(1), settings(recorded=1, tasks=("pick",)), tmp_path / "whole")
 
     def killed(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
@@ -221,8 +150,8 @@ def test_recorded_frames_of_an_episode_that_was_not_finished_are_made_again(
     with monkeypatch.context() as patch:
         patch.setattr(plots, "write_video", killed)
         with pytest.raises(KeyboardInterrupt):
-            evaluate(NoisePolicy(), CountingEnvs(1), settings(), tmp_path / "parts")
-    resumed = evaluate(NoisePolicy(), CountingEnvs(1), settings(), tmp_path / "parts")
+            evaluate(NoisePolicy(), CountingEnvs(1), settings(recorded=1, tasks=("pick",)), tmp_path / "parts")
+    resumed = evaluate(NoisePolicy(), CountingEnvs(1), settings(recorded=1, tasks=("pick",)), tmp_path / "parts")
     assert outcome_of(resumed) == outcome_of(whole)
     names = [sorted(path.name for path in (tmp_path / run / "videos").iterdir()) for run in ("whole", "parts")]
     assert names[0] == names[1]
@@ -254,8 +183,10 @@ def test_one_process_at_a_time(tmp_path: Path):
 def test_damaged_files_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: str | None, message: str
 ):
-    monkeypatch.setattr("soma_lightning.evaluation._draw", lambda out, results: None)  # pictures are not at stake here
-    small = settings(recorded=0)
+    monkeypatch.setattr(
+        "soma_lightning.evaluation.run.draw", lambda out, results: None
+    )  # pictures are not at stake here
+    small = settings()
     evaluate(NoisePolicy(), CountingEnvs(2), small, tmp_path)
     path = tmp_path / file
     if content is None:
@@ -282,7 +213,7 @@ def test_a_policy_that_cannot_be_evaluated(tmp_path: Path):
 def test_the_chart_is_titled_by_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     titles = []
     monkeypatch.setattr(plots, "success_bars", lambda rows, path, title: titles.append(title))
-    evaluate(NoisePolicy(), CountingEnvs(2), settings(policy="/runs/blind/policy", recorded=0), tmp_path)
+    evaluate(NoisePolicy(), CountingEnvs(2), settings(policy="/runs/blind/policy"), tmp_path)
     assert titles == ["blind/policy"]
 
 
@@ -308,9 +239,7 @@ def test_wilson_interval_refuses_impossible_counts():
 
 
 def test_summary_keeps_the_state_ids():
-    from soma_lightning.evaluation import Rollout
-
     used = settings(tasks=("pick",), episodes=2, first_init_state=5)
-    summary = summarize(used, [Rollout("pick", 6, True, 9, 1.0), Rollout("pick", 5, False, 20, 0.0)])
+    summary = summarize(used, [Rollout("pick", 6, True, None, 9, 1.0), Rollout("pick", 5, False, None, 20, 0.0)])
     assert summary["tasks"]["pick"]["init_states"] == [5, 6]
     assert summary["tasks"]["pick"]["mean_steps_of_successes"] == 9
