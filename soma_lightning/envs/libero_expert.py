@@ -304,7 +304,8 @@ def grasp_of_bowl(box: Box, rim: np.ndarray, others: Mapping[str, Box], base: np
         edge = rim[np.argmax(rim[:, :2] @ side)]
         point = np.where(side != 0.0, edge[:2] - _RIM_INSET_M * side, box.centre[:2])
         space = min([_ENOUGH_SPACE_M, *(one.sideways_distance(point + _OUTER_FINGER_M * side) for one in obstacles)])
-        space -= _STRETCH_PENALTY * max(0.0, float(np.linalg.norm(point - base)) - _REACH_M)
+        if not in_drawer:  # from there the near side was lost more often
+            space -= _STRETCH_PENALTY * max(0.0, float(np.linalg.norm(point - base)) - _REACH_M)
         # Of two sides alike: the higher one of a tilted bowl, then +y.
         score = space - (_TURN_PENALTY_M if yaw else 0.0) + 0.5 * (edge[2] - box.high[2]) + 0.001 * side[1]
         if score > best:
