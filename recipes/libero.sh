@@ -3,11 +3,13 @@
 # alone, on the frozen backbone, learns "put the bowl on the plate" (stage 2). Rolled out on the benchmark's 50 initial
 # states of that task, which no demonstration uses; the control is trained like stage 2 and sees black images.
 #   bash recipes/libero.sh [OUT] [SEED]          needs soma-lightning[libero]; about 40 minutes
-# BASE_DEMOS, DEMOS, WORKERS, IMAGE_SIZE and OVERLAY (a second config of stage 1) change the size of the job.
+# BASE_DEMOS, DEMOS, EPISODES, WORKERS, IMAGE_SIZE, OVERLAY (a second config of stage 1) and FIT_OPTIONS (further ones of
+# every training) change the size of the job.
 set -euo pipefail
 OUT=${1:-outputs/libero}
 SEED=${2:-0}
-BASE_DEMOS=${BASE_DEMOS:-12} DEMOS=${DEMOS:-24} WORKERS=${WORKERS:-2} IMAGE_SIZE=${IMAGE_SIZE:-64} OVERLAY=${OVERLAY:-}
+BASE_DEMOS=${BASE_DEMOS:-12} DEMOS=${DEMOS:-24} WORKERS=${WORKERS:-2} IMAGE_SIZE=${IMAGE_SIZE:-64}
+EPISODES=${EPISODES:-50} OVERLAY=${OVERLAY:-} FIT_OPTIONS=${FIT_OPTIONS:-}
 TASK=put_the_bowl_on_the_plate
 # Two thirds of the drawing time, for edges and mirror images that 64 pixels hardly show.
 DRAWING='"reflections": false, "multisampling": false'
@@ -21,7 +23,7 @@ demos() { # folder, episodes, tasks
 }
 
 roll_out() { # name, policy
-  soma eval --policy "$2" --env libero --task "$TASK" --episodes 50 --num_envs "$WORKERS" --workers "$WORKERS" \
+  soma eval --policy "$2" --env libero --task "$TASK" --episodes "$EPISODES" --num_envs "$WORKERS" --workers "$WORKERS" \
     --timeout_s 300 --out "$OUT/eval/$1" --overwrite true \
     --env_options "{\"suite\": \"libero_goal\", \"task_numbers\": [8], \"image_size\": $IMAGE_SIZE, $DRAWING}"
 }
@@ -31,15 +33,16 @@ demos base "$BASE_DEMOS" put_the_bowl_on_the_stove put_the_bowl_on_top_of_the_ca
   put_the_wine_bottle_on_top_of_the_cabinet put_the_cream_cheese_in_the_bowl
 say "stage 1: the whole network learns them"
 soma fit --config pi05_libero_base ${OVERLAY:+--config "$OVERLAY"} --seed_everything "$SEED" \
-  --data.root "$OUT/demos/base" --trainer.default_root_dir "$OUT/base"
+  --data.root "$OUT/demos/base" --trainer.default_root_dir "$OUT/base" $FIT_OPTIONS
 say "stage 2: demonstrations of a new task, the bowl on the plate"
 demos plate "$DEMOS" "$TASK"
 say "stage 2: the action expert learns it on the frozen backbone"
 soma fit --config pi05_libero --seed_everything "$SEED" --data.root "$OUT/demos/plate" \
-  --model.pretrained "$OUT/base/policy" --trainer.default_root_dir "$OUT/expert"
+  --model.pretrained "$OUT/base/policy" --trainer.default_root_dir "$OUT/expert" $FIT_OPTIONS
 say "control: the same with black images"
 soma fit --config pi05_libero --seed_everything "$SEED" --data.root "$OUT/demos/plate" \
-  --model.pretrained "$OUT/base/policy" --trainer.default_root_dir "$OUT/blind" --model.config '{zero_images: true}'
+  --model.pretrained "$OUT/base/policy" --trainer.default_root_dir "$OUT/blind" \
+  --model.config '{zero_images: true}' $FIT_OPTIONS
 say "rollouts on the benchmark's 50 initial states"
 roll_out stage1 "$OUT/base/policy"
 roll_out stage2 "$OUT/expert/policy"

@@ -18,7 +18,7 @@ from soma_lightning.contract import ACTION, STATE
 from soma_lightning.data.inspection import dimension_names
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.open_loop import EpisodePrediction, OpenLoopSettings, predict_episodes, summarize
-from soma_lightning.evaluation import POLICY_PARTS
+from soma_lightning.evaluation.report import check_policy_parts
 from soma_lightning.models.registry import get_model, load_extensions
 
 RESULTS, TABLE = "open_loop.json", "open_loop.csv"
@@ -73,8 +73,7 @@ def compare_open_loop(
     chosen = chosen_episodes(episodes, whole.num_episodes)
     load_extensions()
     model: Any = get_model({"model_type": model_type or stored_type(Path(policy)), "model_path": policy})
-    if missing := [name for name in POLICY_PARTS if not hasattr(model, name)]:
-        raise ValueError(f"{type(model).__name__} cannot be compared: it has no {', '.join(missing)}")
+    check_policy_parts(model)
     model.to(target).eval()
     settings = OpenLoopSettings(
         executed_steps=model.config.n_action_steps if executed_steps is None else executed_steps,

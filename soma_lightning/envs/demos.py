@@ -170,6 +170,11 @@ def check_recording(
             )
     if spec.settings.get("obs_type", "image") != "image":
         raise ValueError("demonstrations hold images; leave obs_type at 'image'")
+    if not spec.settings.get("hard_reset", True):
+        raise ValueError(
+            "hard_reset=False makes an attempt depend on those before it, and a recording must not depend on the "
+            "number of workers; leave it out"
+        )
     if len(spec.settings.get("cameras", (MAIN_IMAGE, WRIST_IMAGE))) < 2:
         raise ValueError(f"demonstrations hold both cameras' images; leave out cameras={spec.settings['cameras']}")
 

@@ -42,6 +42,8 @@ _WIDEST_M = 0.07  # of the 8 cm that the fingers open
 _RIM_INSET_M, _RIM_GRIP_M, _RIM_GRIP_IN_DRAWER_M = 0.005, 0.020, 0.012
 _OUTER_FINGER_M, _ENOUGH_SPACE_M, _OBSTACLE_M = 0.03, 0.05, 0.02
 _TURN_PENALTY_M = 0.02
+# From here on, measured from the robot's base, the elbow is straight against its stop, and the hand hardly comes back.
+_ROBOT_BASE, _REACH_M, _STRETCH_PENALTY = "robot0_base", 0.76, 2.0
 _SIDES = ((0.0, (0.0, 1.0)), (0.0, (0.0, -1.0)), (np.pi / 2, (1.0, 0.0)), (np.pi / 2, (-1.0, 0.0)))
 
 # phases: distances in metres, durations in control steps
@@ -233,7 +235,8 @@ class PickAndPlace:
         if "bowl" not in self._name:
             return grasp_of_solid(box)
         others = {name: shape.box() for name, shape in self._others.items()}
-        return grasp_of_bowl(box, self._shape.rim(), others)
+        base = np.array(self._scene.data.body(_ROBOT_BASE).xpos[:2])
+        return grasp_of_bowl(box, self._shape.rim(), others, base)
 
 
 _TARGETS = {
@@ -280,8 +283,11 @@ def grasp_of_solid(box: Box) -> Grasp:
     return Grasp(np.array([*box.centre[:2], grip]), np.pi / 2 if turned else 0.0, float(grip - low), float(high))
 
 
-def grasp_of_bowl(box: Box, rim: np.ndarray, others: Mapping[str, Box]) -> Grasp:
-    """One finger inside, one outside: at the side of the `rim` [V, 3] with most space, without a turn if possible."""
+def grasp_of_bowl(box: Box, rim: np.ndarray, others: Mapping[str, Box], base: np.ndarray) -> Grasp:
+    """One finger inside, one outside: at the side of the `rim` [V, 3] with most space, without a turn if possible.
+
+    base: where the robot stands, [2]; a side beyond its easy reach loses.
+    """
     in_drawer = any(
         "cabinet" in name and other.is_below_or_above(box.centre) and other.high[2] > box.low[2] + _OBSTACLE_M
         for name, other in others.items()
@@ -295,6 +301,8 @@ def grasp_of_bowl(box: Box, rim: np.ndarray, others: Mapping[str, Box]) -> Grasp
         edge = rim[np.argmax(rim[:, :2] @ side)]
         point = np.where(side != 0.0, edge[:2] - _RIM_INSET_M * side, box.centre[:2])
         space = min([_ENOUGH_SPACE_M, *(one.sideways_distance(point + _OUTER_FINGER_M * side) for one in obstacles)])
+        if not in_drawer:  # from there the near side was lost more often
+            space -= _STRETCH_PENALTY * max(0.0, float(np.linalg.norm(point - base)) - _REACH_M)
         # Of two sides alike: the higher one of a tilted bowl, then +y.
         score = space - (_TURN_PENALTY_M if yaw else 0.0) + 0.5 * (edge[2] - box.high[2]) + 0.001 * side[1]
         if score > best:

@@ -251,7 +251,7 @@ def test_other_steps_and_dimensions(run: Callable[..., int], tmp_path: Path) -> 
         (["--episodes", "1,1"], "--episodes=1,1 names one twice"),
         (["--executed_steps", "9"], "executed_steps=9 is more than the 4 actions"),
         (["--action_indices", "[0,1]"], "action dimensions); choose the dimensions"),
-        (["--model_type", "linear"], "Linear cannot be compared: it has no predict_action_batch"),
+        (["--model_type", "linear"], "Linear cannot be evaluated: it has no predict_action_batch"),
         (["--out", "{root}"], "lies in the data set"),
         (["--device", "cuba"], "device='cuba' is unknown"),
     ],

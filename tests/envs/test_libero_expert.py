@@ -66,9 +66,13 @@ def test_other_tasks_are_refused_by_name() -> None:
             check_recording(spec, [task], episodes=1, seed=0, noise=0.2, workers=1)
 
 
-def test_recordings_need_both_cameras() -> None:
-    spec = EnvSpec("libero", {"suite": "libero_goal", "cameras": []})
-    with pytest.raises(ValueError, match="demonstrations hold both cameras"):
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [({"cameras": []}, "demonstrations hold both cameras"), ({"hard_reset": False}, "depend on those before it")],
+)
+def test_recordings_need_both_cameras_and_hard_resets(setting: dict[str, object], message: str) -> None:
+    spec = EnvSpec("libero", {"suite": "libero_goal", **setting})
+    with pytest.raises(ValueError, match=message):
         check_recording(spec, [BOWL_ON_PLATE], episodes=1, seed=0, noise=0.2, workers=1)
 
 

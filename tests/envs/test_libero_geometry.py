@@ -130,9 +130,14 @@ LEFT, RIGHT = block([-0.1, 0.09], [0.1, 0.2]), block([-0.1, -0.2], [0.1, -0.09])
     ],
 )
 def test_bowls_are_pinched_where_there_is_space(others: Mapping[str, Box], point: list[float], turned: bool) -> None:
-    grasp = grasp_of_bowl(BOWL, RIM, others)
+    grasp = grasp_of_bowl(BOWL, RIM, others, np.array([-0.5, 0.0]))
     np.testing.assert_allclose(grasp.point, point, atol=1e-9)
     assert (grasp.yaw != 0.0) is turned
+
+
+@pytest.mark.parametrize(("base", "point"), [(-0.70, [0, 0.055]), (-0.78, [-0.055, 0])])
+def test_a_bowl_at_arms_length_is_pinched_at_its_near_side(base: float, point: list[float]) -> None:
+    np.testing.assert_allclose(grasp_of_bowl(BOWL, RIM, {}, np.array([base, 0.0])).point[:2], point, atol=1e-9)
 
 
 class Puppet:

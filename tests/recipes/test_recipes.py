@@ -15,7 +15,7 @@ from soma_lightning.cli import main as soma
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(ROOT.glob("recipes/**/*.yaml"))
 #: How each recipe gets what an earlier step of the main job would have left.
-NEEDS_BASE = {"pi05_somatable": True, "pi05_somatable_base": False}
+NEEDS_BASE = {"pi05_libero": True, "pi05_libero_base": False, "pi05_somatable": True, "pi05_somatable_base": False}
 
 
 def fit(recipe: str, data: Path, out: Path, *more: str) -> int:
@@ -53,8 +53,7 @@ def test_recipe_trains_and_leaves_its_files(recipe: str, reach_demos: Path, base
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
     assert list((tmp_path / "tensorboard").rglob("events*"))
     report = json.loads((log / "run_report.json").read_text())
-    trainable = {"pi05_somatable": "expert", "pi05_somatable_base": "all"}[recipe]
-    assert trainable in json.dumps(report)
+    assert ("expert" if NEEDS_BASE[recipe] else "all") in json.dumps(report)
     recorded = json.loads((reach_demos / "meta" / "soma_demos.json").read_text())["tasks"][0]["init_states"]
     assert report["data"]["demonstration_init_states"] == [f"reach_cube {state}" for state in recorded]
     if NEEDS_BASE[recipe]:
