@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from soma_lightning.envs.registry import make_group as make_group
     from soma_lightning.envs.rendering import check_gl as check_gl
     from soma_lightning.envs.somatable import SomaTable as SomaTable
+    from soma_lightning.envs.spawned import SpawnedEnvs as SpawnedEnvs
     from soma_lightning.envs.vector import LocalEnvs as LocalEnvs
-    from soma_lightning.envs.vector import SpawnedEnvs as SpawnedEnvs
     from soma_lightning.envs.worker import WorkerError as WorkerError
 
 _HOME_OF_NAME = {
@@ -46,7 +46,7 @@ _HOME_OF_NAME = {
     "check_gl": "soma_lightning.envs.rendering",
     "SomaTable": "soma_lightning.envs.somatable",
     "LocalEnvs": "soma_lightning.envs.vector",
-    "SpawnedEnvs": "soma_lightning.envs.vector",
+    "SpawnedEnvs": "soma_lightning.envs.spawned",
     "WorkerError": "soma_lightning.envs.worker",
 }
 

@@ -225,6 +225,12 @@ class EnvGroup(Protocol):
     def reset(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
         """Starts `episodes[i]` in `slots[i]`."""
 
+    def start(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
+        """As `reset`, without waiting for the simulators; `ready` tells which have come so far."""
+
+    def ready(self, slots: Sequence[int]) -> list[int]:
+        """Those of `slots` whose episode runs, in their order; waits until there is one."""
+
     def observe(self, slots: Sequence[int]) -> EnvObservation:
         """The batched observation of `slots`, in their order."""
 

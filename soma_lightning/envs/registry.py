@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import Any, cast
 
 from soma_lightning.envs.base import ManipulationEnv, ScriptedExpert, require_known
-from soma_lightning.envs.vector import LocalEnvs, SpawnedEnvs
+from soma_lightning.envs.spawned import SpawnedEnvs
+from soma_lightning.envs.vector import LocalEnvs
 
 #: Name -> "module:class". The class is imported when an environment is built, not before.
 ENVIRONMENTS = {

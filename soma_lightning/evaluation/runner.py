@@ -82,7 +82,7 @@ class Runner:
         queue = EpisodeQueue(episodes)
         self._start(range(self.envs.num_slots), queue)
         while self._running:
-            slots = sorted(self._running)
+            slots = self._ready()
             actions_SKA = self._act(slots)
             begin = time.perf_counter()
             outcomes = self.envs.execute(slots, actions_SKA)
@@ -100,10 +100,15 @@ class Runner:
         begun = {slot: episode for slot in slots if (episode := queue.next(slot)) is not None}
         if not begun:
             return
-        begin = time.perf_counter()
-        self.envs.reset(list(begun), list(begun.values()))
-        self.seconds["simulate"] += time.perf_counter() - begin
+        self.envs.start(list(begun), list(begun.values()))
         self._running.update({slot: _Running(episode) for slot, episode in begun.items()})
+
+    def _ready(self) -> list[int]:
+        """Slots to go on with. A reset may take as long as a whole episode, so the others do not wait for it."""
+        begin = time.perf_counter()
+        slots = self.envs.ready(sorted(self._running))
+        self.seconds["simulate"] += time.perf_counter() - begin
+        return slots
 
     def _act(self, slots: list[int]) -> np.ndarray:
         begin = time.perf_counter()

@@ -13,7 +13,8 @@ import pytest
 
 from soma_lightning.envs.base import Episode
 from soma_lightning.envs.registry import EnvSpec
-from soma_lightning.envs.vector import LocalEnvs, SpawnedEnvs
+from soma_lightning.envs.spawned import SpawnedEnvs
+from soma_lightning.envs.vector import LocalEnvs
 from soma_lightning.envs.worker import WorkerError
 
 IMAGES = EnvSpec("somatable", {"image_size": 32})
@@ -22,15 +23,25 @@ EPISODES = [Episode("reach_cube", 3), Episode("push", 1), Episode("pick", 0)]
 
 TROUBLED = '''
 import os
+import time
 from soma_lightning.envs.somatable import SomaTable
 
 class Troubled(SomaTable):
-    """Misbehaves when the gripper component says so."""
+    """Misbehaves when the gripper component or the number of the initial state says so."""
 
     def __init__(self, *, broken: bool = False) -> None:
         if broken:
             raise OSError("the simulator's license server is asleep")
         super().__init__(obs_type="state")
+
+    def reset(self, task, init_state):
+        while init_state == 91 and not os.path.exists(os.environ["GATE"]):
+            time.sleep(0.01)
+        if init_state == 92:
+            raise ArithmeticError("the objects fell through the table")
+        if init_state == 93:
+            time.sleep(1000)
+        super().reset(task, init_state)
 
     def step(self, action):
         if action[6] == 0.25:
@@ -194,6 +205,62 @@ def test_killed_hung_and_raising_workers(troubled: EnvSpec) -> None:
     with pytest.raises(RuntimeError, match="worker 0 does not run; its group is closed"):
         group.reset([0], [EPISODES[0]])
     assert not any(os.path.exists(f"/proc/{pid}") for pid in last)
+
+
+def test_a_slot_that_starts_holds_up_no_other(
+    troubled: EnvSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, slow = tmp_path / "gate", Episode("push", 91)
+    monkeypatch.setenv("GATE", str(gate))  # before the workers start
+    with SpawnedEnvs(troubled, 3, 2, timeout_s=60) as group, LocalEnvs(STATES, 3) as reference:
+        group.reset([0, 1, 2], EPISODES)
+        group.start([0], [slow])
+        for _ in range(3):  # slot 2 lives in the worker that is busy
+            assert group.ready([0, 1, 2]) == [1]
+            assert group.execute([1], chunk(1, 2))[0].steps == 2
+            group.observe([1])
+        gate.touch()
+        assert group.ready([0]) == [0]
+        assert group.ready([2, 1, 0]) == [2, 1, 0]
+        reference.reset([0, 1, 2], [slow, *EPISODES[1:]])
+        reference.execute([1], chunk(1, 6))
+        np.testing.assert_array_equal(group.observe([0, 1, 2])["states"], reference.observe([0, 1, 2])["states"])
+
+        group.start([0], [EPISODES[0]])  # whatever comes next waits
+        group.start([0, 1], [slow, slow])
+        np.testing.assert_array_equal(group.observe([0])["states"], reference.observe([0])["states"])
+        assert group.facts() == reference.facts()
+        assert group.ready([0, 1, 2]) == [0, 1, 2]
+
+
+def test_a_slot_that_does_not_start_is_named(troubled: EnvSpec) -> None:
+    with SpawnedEnvs(troubled, 2, 2, timeout_s=2.0) as group:
+        group.reset([0, 1], EPISODES[:2])
+        group.start([0], [Episode("push", 92)])
+        with pytest.raises(WorkerError, match=r"worker 0 raised in 'reset':[\s\S]*fell through the table") as caught:
+            group.ready([0])
+        assert caught.value.slots == [0]
+        assert caught.value.episodes == {0: Episode("push", 92)}
+        with pytest.raises(RuntimeError, match="slot 0 has no episode"):
+            group.observe([0])
+
+        pids = list(group.worker_pids)
+        group.start([0, 1], [Episode("push", 93), EPISODES[1]])
+        assert group.ready([1]) == [1]
+        with pytest.raises(WorkerError, match=r"worker 0 gave no answer to 'reset' within 2 s and was ended") as caught:
+            group.ready([0])
+        assert caught.value.episodes == {0: Episode("push", 93)}
+        assert group.worker_pids[0] != pids[0]
+        assert group.worker_pids[1] == pids[1]
+
+        os.kill(pids[1], signal.SIGKILL)
+        time.sleep(0.1)
+        group.start([0, 1], EPISODES[:2])
+        with pytest.raises(WorkerError, match="worker 1 was killed by signal SIGKILL during 'reset'"):
+            group.ready([0, 1])
+        assert group.ready([0]) == [0]
+        group.reset([1], [EPISODES[1]])
+        assert group.ready([0, 1]) == [0, 1]
 
 
 def test_an_environment_that_cannot_be_built_says_why(troubled: EnvSpec) -> None:

@@ -19,7 +19,7 @@ from soma_lightning.envs.base import Episode, state_of
 from soma_lightning.envs.libero import LiberoEnv
 from soma_lightning.envs.libero_suites import MAX_STEPS, NUM_INIT_STATES, LiberoSuite
 from soma_lightning.envs.registry import EnvSpec
-from soma_lightning.envs.vector import SpawnedEnvs
+from soma_lightning.envs.spawned import SpawnedEnvs
 from soma_lightning.envs.worker import WorkerError
 from soma_lightning.imports import is_available
 

@@ -37,6 +37,12 @@ class CountingEnvs:
             self.running[slot], self.won[slot] = (episode, 0, 0.0), False
             self.started.append((slot, episode))
 
+    def start(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
+        self.reset(slots, episodes)
+
+    def ready(self, slots: Sequence[int]) -> list[int]:
+        return list(slots)
+
     def observe(self, slots: Sequence[int]) -> dict:
         tasks = [self.running[slot][0].task for slot in slots]
         images = np.stack([np.full((8, 8, 3), 40 * (self.running[slot][1] + 1), np.uint8) for slot in slots])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from soma_lightning import plots
-from soma_lightning.envs.base import Episode
+from soma_lightning.envs.base import ChunkOutcome, Episode
 from soma_lightning.evaluation import EPISODES, Rollout, draw_noise, evaluate, summarize, wilson_interval
 from tests.evaluation.fakes import CountingEnvs, NoisePolicy, settings
 
@@ -26,6 +26,34 @@ def test_outcome_does_not_depend_on_the_number_of_slots(tmp_path: Path):
     assert outcome_of(one) == outcome_of(five)
     assert one["overall"]["episodes"] == 14
     assert 0 < one["overall"]["successes"] < 14
+
+
+class SlowStarts(CountingEnvs):
+    """An episode runs from the third call of `ready` on, or when no other slot runs."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.calls_left: dict[int, int] = {}
+
+    def start(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
+        super().start(slots, episodes)
+        self.calls_left.update(dict.fromkeys(slots, 2))
+
+    def ready(self, slots: Sequence[int]) -> list[int]:
+        running = [slot for slot in slots if not self.calls_left[slot]]
+        self.calls_left = {slot: max(0, left - 1) for slot, left in self.calls_left.items()}
+        return running or self.ready(slots)
+
+    def execute(self, slots, actions, record=None) -> list[ChunkOutcome]:
+        assert not any(self.calls_left[slot] == 2 for slot in slots)
+        return super().execute(slots, actions, record)
+
+
+def test_slots_that_start_are_waited_for_by_none(tmp_path: Path):
+    slow = SlowStarts(3)
+    found = evaluate(NoisePolicy(), slow, settings(), tmp_path / "slow")
+    assert outcome_of(found) == outcome_of(evaluate(NoisePolicy(), CountingEnvs(3), settings(), tmp_path / "fast"))
+    assert {shape[0] for shape in slow.executed} == {1, 2, 3}
 
 
 def test_a_task_does_as_well_alone_as_among_others(tmp_path: Path):
