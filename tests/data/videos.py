@@ -6,7 +6,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 
 from soma_lightning.data.lerobot_writer import LeRobotWriter
@@ -31,12 +30,16 @@ def moving_square(length: int, seed: int, height: int = HEIGHT, width: int = WID
 
 def decode(path: Path) -> dict[int, np.ndarray]:
     """{pts: uint8 [3, h, w]} of every frame, decoded in order."""
+    import av  # not for all who import this module: a GPU machine may lack it
+
     with av.open(str(path)) as container:
         return {frame.pts: frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in container.decode(video=0)}
 
 
 def encode(path: Path, images: np.ndarray, times: list[Fraction], rate: int, **options: str) -> None:
     """H.264 with these presentation times, in seconds."""
+    import av
+
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options={"g": "2", "bf": "0", "threads": "1", **options})
         stream.height, stream.width, stream.pix_fmt = *images.shape[1:3], "yuv420p"
@@ -54,6 +57,8 @@ def steady(count: int, rate: int) -> list[Fraction]:
 
 def put_index_first(path: Path) -> None:
     """The same packets in a file that begins with its index, as lerobot leaves it."""
+    import av
+
     moved = path.with_suffix(".moved.mp4")
     with av.open(str(path)) as source, av.open(str(moved), "w", options={"movflags": "faststart"}) as target:
         stream = source.streams.video[0]
