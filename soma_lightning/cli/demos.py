@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from jsonargparse import ActionYesNo, Namespace
 
+from soma_lightning.cli.machine import usable_cores
 from soma_lightning.cli.parser import CommandParser
 from soma_lightning.data.lerobot_format import RECORDING_FILE
 from soma_lightning.data.lerobot_writer import LeRobotWriter
@@ -62,8 +62,7 @@ def build_parser() -> CommandParser:
 
 def available_cpus() -> int:
     """Cores this process may use, at most 8: the writer in this process keeps up with no more."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return min(8, len(allowed))
+    return min(8, usable_cores())
 
 
 def open_store(out: Path, identity: dict[str, Any], *, overwrite: bool) -> AttemptStore:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from soma_lightning import envs
+from soma_lightning.cli.machine import available_memory_gb, usable_cores
 from soma_lightning.cli.parser import CommandParser
 from soma_lightning.envs.base import EnvGroup, require_known
 from soma_lightning.envs.registry import effective_settings, environment_class
@@ -136,21 +136,12 @@ def side_by_side(env: str, num_envs: int | None, workers: int | None) -> tuple[i
     if num_envs is None:
         num_envs = 100
         if memory_gb:
-            cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-            num_envs = max(1, min(len(cores), int(available_memory_gb() / memory_gb)))
+            num_envs = max(1, min(usable_cores(), int(available_memory_gb() / memory_gb)))
     if workers is None:
         workers = num_envs if memory_gb else 0
     if not 0 <= workers <= num_envs or num_envs < 1:
         raise ValueError(f"num_envs={num_envs} must be at least 1, and workers={workers} must lie in 0..num_envs")
     return num_envs, workers
-
-
-def available_memory_gb() -> float:
-    """What new processes may take; a petabyte where the system does not tell."""
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) / 1e6 if found else 1e6
 
 
 def all_episodes(group: EnvGroup, tasks: tuple[str, ...], first_init_state: int) -> int:

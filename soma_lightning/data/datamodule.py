@@ -294,20 +294,10 @@ class LeRobotDataModule(pl.LightningDataModule):
 
     def _stored_statistics(self) -> Statistics | None:
         """Those of the data set's own file, when it is one data set and the file has all that a policy needs."""
-        source = self.sources[0]
-        path = Path(source.root) / fmt.STATS_FILE
-        rescaled = source.action_scale is not None or source.action_offset is not None
-        if self.statistics_choice == "computed" or len(self.sources) > 1 or rescaled or not path.is_file():
+        if self.statistics_choice == "computed" or len(self.sources) > 1:
             return None
-        state_key, action_key = source.state_key or STATE, source.action_key or ACTION
-        stored = load_statistics(path, (state_key, action_key))
-        if not stats.has_required(stored, (state_key, action_key)):
-            return None
-        features = self.train_data.parts[0].info.features
-        full = {key: features[key].shape[0] for key in (state_key, action_key)}
-        stats.check_statistics(stored, full, str(path))
-        chosen = ((STATE, state_key, source.state_indices), (ACTION, action_key, source.action_indices))
-        return {feature: stats.select_dimensions(stored[key], indices) for feature, key, indices in chosen}
+        stored = self.train_data.parts[0].stored_statistics
+        return stored if stats.has_required(stored, (STATE, ACTION)) else None
 
     @property
     def state_dim(self) -> int:

@@ -30,7 +30,7 @@ from soma_lightning.data.lerobot_images import (
 )
 from soma_lightning.data.lerobot_metadata import load_episodes, load_tasks
 from soma_lightning.data.lerobot_videos import TOLERANCE_S, VideoImages
-from soma_lightning.data.statistics import select_dimensions
+from soma_lightning.data.statistics import check_statistics, has_required, select_dimensions
 from soma_lightning.models.normalization import load_statistics
 
 
@@ -148,11 +148,14 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
 
         `meta/stats.json`, or in v2.1 the statistics of the episodes pooled (min, max, mean, std, count; quantiles
         cannot be pooled). Over all its episodes, whichever were chosen, in the dimensions that samples have; not of
-        actions that are scaled.
+        actions that are scaled. Raises ValueError naming the file for numbers that do not fit the data set.
         """
         names = [key for key, _ in self._keys.values()]
-        if (self.root / fmt.STATS_FILE).is_file():
-            stored = load_statistics(self.root / fmt.STATS_FILE, names)
+        path = self.root / fmt.STATS_FILE
+        if path.is_file():
+            stored = load_statistics(path, names)
+            if has_required(stored, names):
+                check_statistics(stored, {key: self.info.features[key].shape[0] for key in names}, str(path))
         elif (self.root / lerobot_v2.EPISODES_STATS_FILE).is_file():
             stored = lerobot_v2.pool_statistics(self.root, names)
         else:

@@ -18,7 +18,9 @@ from torch import Tensor
 from soma_lightning.contract import ACTION, CAMERA_OF_OBSERVATION, STATE, TASK, EnvObservation
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.statistics import describe
+from soma_lightning.models.flow import keyed_generator
 from soma_lightning.models.normalization import Normalizer
+from soma_lightning.models.policy import check_executed_steps
 
 Floats = NDArray[np.float32]
 
@@ -79,8 +81,7 @@ class EpisodePrediction:
 
 def draw_noise(seed: int, episode: int, frame: int, shape: tuple[int, ...]) -> Tensor:
     """The noise a chunk starts from: a function of (seed, episode, frame) only."""
-    number = int(np.random.SeedSequence([seed, episode, frame]).generate_state(1, np.uint64)[0] >> 1)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    return torch.randn(shape, generator=keyed_generator((seed, episode, frame)))
 
 
 def predict_episodes(
@@ -97,12 +98,7 @@ def predict_episodes(
     Raises ValueError for such a camera, for more executed steps than the policy predicts, and for actions of another
     shape than the recorded ones or that are not finite.
     """
-    chunk_size = policy.noise_shape[0]
-    if settings.executed_steps > chunk_size:
-        raise ValueError(
-            f"executed_steps={settings.executed_steps} is more than the {chunk_size} actions that the policy predicts; "
-            f"use at most {chunk_size}"
-        )
+    check_executed_steps(policy, settings.executed_steps)
     if unknown := sorted(set(dataset.cameras.values()) - set(CAMERA_OF_OBSERVATION.values())):
         raise ValueError(
             f"the cameras {unknown} have no place in an observation; map them to {[*CAMERA_OF_OBSERVATION.values()]}, "

@@ -29,6 +29,7 @@ from soma_lightning.evaluation.results import over_seeds, summarize
 from soma_lightning.evaluation.runner import Runner
 from soma_lightning.evaluation.settings import EvaluationSettings
 from soma_lightning.evaluation.videos import KeptVideos
+from soma_lightning.models.policy import check_executed_steps
 
 Announce = Callable[[dict[str, Any]], None]
 
@@ -105,12 +106,7 @@ def evaluate_seeds(
 
 def _check(policy: Any, envs: EnvGroup, settings: EvaluationSettings) -> None:
     check_policy_parts(policy)
-    chunk_size = policy.noise_shape[0]
-    if settings.executed_steps > chunk_size:
-        raise ValueError(
-            f"executed_steps={settings.executed_steps} is more than the {chunk_size} actions that the policy predicts; "
-            f"use at most {chunk_size}"
-        )
+    check_executed_steps(policy, settings.executed_steps)
     for task in settings.tasks:
         require_known("task", task, envs.tasks)
     check_init_states(settings, envs.tasks)

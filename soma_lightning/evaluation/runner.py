@@ -16,13 +16,13 @@ from torch import Tensor
 from soma_lightning.contract import EnvObservation
 from soma_lightning.envs.base import ChunkOutcome, EnvGroup, Episode
 from soma_lightning.evaluation.settings import EvaluationSettings, Rollout
+from soma_lightning.models.flow import keyed_generator
 
 
 def draw_noise(settings: EvaluationSettings, episode: Episode, look: int, shape: tuple[int, ...]) -> Tensor:
     """The noise a chunk starts from: a function of (seed, task name, initial state, look) only."""
-    key = [settings.seed, zlib.crc32(episode.task.encode()), episode.init_state, look]
-    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    key = (settings.seed, zlib.crc32(episode.task.encode()), episode.init_state, look)
+    return torch.randn(shape, generator=keyed_generator(key))
 
 
 class EpisodeQueue:

@@ -12,8 +12,9 @@ Shape letters: B observations, T flow draws an observation, N = B * T rows, H ac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,12 @@ def sample_time(
         fraction = (x / (x + y)).float()
     time = offset + scale * fraction
     return time if device is None else time.to(device)
+
+
+def keyed_generator(key: Sequence[int], device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator whose numbers depend on `key` (none of it negative) and the kind of device alone."""
+    seed = np.random.SeedSequence(list(key)).generate_state(1, np.uint64)[0]
+    return torch.Generator(device).manual_seed(int(seed >> 1))
 
 
 def interpolate(actions: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:

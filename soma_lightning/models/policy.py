@@ -87,6 +87,16 @@ class BasePolicy(nn.Module):
         return NotImplementedError(f"{type(self).__name__} does not implement {method}()")
 
 
+def check_executed_steps(policy: Any, executed_steps: int) -> None:
+    """Raises ValueError when more actions of a chunk are to be executed than `policy` predicts."""
+    chunk_size = policy.noise_shape[0]
+    if executed_steps > chunk_size:
+        raise ValueError(
+            f"executed_steps={executed_steps} is more than the {chunk_size} actions that the policy predicts; use at "
+            f"most {chunk_size}"
+        )
+
+
 @dataclass
 class PolicyCheck:
     """What `check_policy` found.

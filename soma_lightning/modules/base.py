@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from soma_lightning.contract import ACTION, ACTION_IS_PAD, TRAINING_FILE
+from soma_lightning.models.flow import keyed_generator
 from soma_lightning.modules.ema import TrainableEMA
 from soma_lightning.modules.schedule import fit_to_run, warmup_cosine
 from soma_lightning.modules.timing import StepTimer
@@ -120,8 +120,7 @@ class PolicyModule(LightningModule):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _generator(self, stream: int, epoch: int, batch_idx: int) -> torch.Generator:
-        key = np.random.SeedSequence([self.draw_seed, stream, self.global_rank, epoch, batch_idx])
-        return torch.Generator(self.device).manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
+        return keyed_generator((self.draw_seed, stream, self.global_rank, epoch, batch_idx), self.device)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         generator = self._generator(TRAIN_STREAM, self.current_epoch, batch_idx)
