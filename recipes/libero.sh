@@ -22,6 +22,13 @@ demos() { # folder, episodes, tasks
     --episodes "$episodes" --seed "$SEED" --workers "$WORKERS" --out "$OUT/demos/$folder" --overwrite true "${@/#/--task=}"
 }
 
+train() { # name, further options of soma fit
+  local name=$1
+  shift
+  soma fit --config pi05_libero --seed_everything "$SEED" --data.root "$OUT/demos/plate" \
+    --model.pretrained "$OUT/base/policy" --trainer.default_root_dir "$OUT/$name" "$@" $FIT_OPTIONS
+}
+
 roll_out() { # name, policy
   soma eval --policy "$2" --env libero --task "$TASK" --episodes "$EPISODES" --num_envs "$WORKERS" --workers "$WORKERS" \
     --timeout_s 300 --out "$OUT/eval/$1" --overwrite true \
@@ -37,12 +44,9 @@ soma fit --config pi05_libero_base ${OVERLAY:+--config "$OVERLAY"} --seed_everyt
 say "stage 2: demonstrations of a new task, the bowl on the plate"
 demos plate "$DEMOS" "$TASK"
 say "stage 2: the action expert learns it on the frozen backbone"
-soma fit --config pi05_libero --seed_everything "$SEED" --data.root "$OUT/demos/plate" \
-  --model.pretrained "$OUT/base/policy" --trainer.default_root_dir "$OUT/expert" $FIT_OPTIONS
+train expert
 say "control: the same with black images"
-soma fit --config pi05_libero --seed_everything "$SEED" --data.root "$OUT/demos/plate" \
-  --model.pretrained "$OUT/base/policy" --trainer.default_root_dir "$OUT/blind" \
-  --model.config '{zero_images: true}' $FIT_OPTIONS
+train blind --model.config '{zero_images: true}'
 say "rollouts on the benchmark's 50 initial states"
 roll_out stage1 "$OUT/base/policy"
 roll_out stage2 "$OUT/expert/policy"
