@@ -3,51 +3,61 @@
 # alone, on the frozen backbone, learns "put the bowl on the plate" (stage 2). Rolled out on the benchmark's 50 initial
 # states of that task, which no demonstration uses; the control is trained like stage 2 and sees black images.
 #   bash recipes/libero.sh [OUT] [SEED]          needs soma-lightning[libero]; about 40 minutes
-# BASE_DEMOS, DEMOS, EPISODES, WORKERS, IMAGE_SIZE, OVERLAY (a second config of stage 1) and FIT_OPTIONS (further ones of
-# every training) change the size of the job.
+# BASE_DEMOS, DEMOS, EPISODES, WORKERS, IMAGE_SIZE, and further options of stage 1 (BASE_OPTIONS), of stage 2 and its
+# control (TUNE_OPTIONS) and of rollouts (EVAL_OPTIONS) change the job; so does STREAM: from 1000 on, rollouts start from
+# any number of states that LIBERO draws and no demonstration uses. What a stopped job left is kept: remove OUT to begin
+# anew.
 set -euo pipefail
 OUT=${1:-outputs/libero}
 SEED=${2:-0}
 BASE_DEMOS=${BASE_DEMOS:-12} DEMOS=${DEMOS:-24} WORKERS=${WORKERS:-2} IMAGE_SIZE=${IMAGE_SIZE:-64}
-EPISODES=${EPISODES:-50} OVERLAY=${OVERLAY:-} FIT_OPTIONS=${FIT_OPTIONS:-}
+EPISODES=${EPISODES:-50} STREAM=${STREAM:-0} BASE_OPTIONS=${BASE_OPTIONS:-} TUNE_OPTIONS=${TUNE_OPTIONS:-} EVAL_OPTIONS=${EVAL_OPTIONS:-}
 TASK=put_the_bowl_on_the_plate
 # Two thirds of the drawing time, for edges and mirror images that 64 pixels hardly show.
 DRAWING='"reflections": false, "multisampling": false'
 say() { printf '\n== [%4d s] %s\n' "$SECONDS" "$*"; }
+kept() { [ -e "$1" ] && echo "kept: $1"; } # both are written whole, at the end
 
 demos() { # folder, episodes, tasks
   local folder=$1 episodes=$2
   shift 2
+  kept "$OUT/demos/$folder" && return
   soma demos --env libero --env_options "{\"suite\": \"libero_goal\", $DRAWING}" --image_size "$IMAGE_SIZE" \
-    --episodes "$episodes" --seed "$SEED" --workers "$WORKERS" --out "$OUT/demos/$folder" --overwrite true "${@/#/--task=}"
+    --episodes "$episodes" --seed "$SEED" --workers "$WORKERS" --out "$OUT/demos/$folder" "${@/#/--task=}"
 }
 
-train() { # name, further options of soma fit
+train() { # name, options of soma fit
   local name=$1
   shift
-  soma fit --config pi05_libero --seed_everything "$SEED" --data.root "$OUT/demos/plate" \
-    --model.pretrained "$OUT/base/policy" --trainer.default_root_dir "$OUT/$name" "$@" $FIT_OPTIONS
+  kept "$OUT/$name/policy" && return
+  soma fit "$@" --seed_everything "$SEED" --trainer.default_root_dir "$OUT/$name"
+}
+
+fine_tune() { # name, further options of soma fit
+  local name=$1
+  shift
+  train "$name" --config pi05_libero --data.root "$OUT/demos/plate" --model.pretrained "$OUT/base/policy" \
+    "$@" $TUNE_OPTIONS
 }
 
 roll_out() { # name, policy
   soma eval --policy "$2" --env libero --task "$TASK" --episodes "$EPISODES" --num_envs "$WORKERS" --workers "$WORKERS" \
-    --timeout_s 300 --out "$OUT/eval/$1" --overwrite true \
-    --env_options "{\"suite\": \"libero_goal\", \"task_numbers\": [8], \"image_size\": $IMAGE_SIZE, $DRAWING}"
+    --timeout_s 300 --out "$OUT/eval/$1" $EVAL_OPTIONS \
+    --env_options "{\"suite\": \"libero_goal\", \"task_numbers\": [8], \"image_size\": $IMAGE_SIZE, \"stream\": $STREAM, $DRAWING}"
 }
 
 say "stage 1: demonstrations of four other tasks"
 demos base "$BASE_DEMOS" put_the_bowl_on_the_stove put_the_bowl_on_top_of_the_cabinet \
   put_the_wine_bottle_on_top_of_the_cabinet put_the_cream_cheese_in_the_bowl
 say "stage 1: the whole network learns them"
-soma fit --config pi05_libero_base ${OVERLAY:+--config "$OVERLAY"} --seed_everything "$SEED" \
-  --data.root "$OUT/demos/base" --trainer.default_root_dir "$OUT/base" $FIT_OPTIONS
+train base --config pi05_libero_base --data.root "$OUT/demos/base" $BASE_OPTIONS
 say "stage 2: demonstrations of a new task, the bowl on the plate"
 demos plate "$DEMOS" "$TASK"
 say "stage 2: the action expert learns it on the frozen backbone"
-train expert
+fine_tune expert
 say "control: the same with black images"
-train blind --model.config '{zero_images: true}'
-say "rollouts on the benchmark's 50 initial states"
+fine_tune blind --model.config '{zero_images: true}'
+say "rollouts from $EPISODES initial states"
 roll_out stage1 "$OUT/base/policy"
 roll_out stage2 "$OUT/expert/policy"
 roll_out blind "$OUT/blind/policy"

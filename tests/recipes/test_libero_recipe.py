@@ -21,16 +21,16 @@ if os.environ.get("SOMA_REQUIRE_LIBERO") != "1" and not is_available("libero"):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_libero_job_runs_at_its_smallest(tmp_path: Path) -> None:
-    size = {
-        "BASE_DEMOS": "1",
-        "DEMOS": "2",
-        "EPISODES": "1",
-        "FIT_OPTIONS": "--trainer.max_steps 2 --data.batch_size 8 --trainer.limit_val_batches 1",
-    }
+    short = "--trainer.max_steps 2 --data.batch_size 8 --trainer.limit_val_batches 1"
+    size = {"BASE_DEMOS": "1", "DEMOS": "2", "EPISODES": "1", "BASE_OPTIONS": short, "TUNE_OPTIONS": short}
     environment = {**os.environ, **size, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", str(ROOT / "recipes" / "libero.sh"), str(tmp_path), "1"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    assert "kept: " not in run.stdout
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    assert again.stdout.count("kept: ") == 5  # two recordings and three trainings; rollouts keep themselves
     rows = {row["label"]: row for row in json.loads((tmp_path / "success.json").read_text())["rows"]}
     assert set(rows) == {"stage 1", "stage 2", "blind"}
     assert len({row["backbone"] for row in rows.values()}) == 1  # stage 2 left it as it was
