@@ -20,7 +20,7 @@ test: setup libero
 	$(BIN)/python -m pytest tests -m "not gpu and not slow" -n 2 --dist loadgroup -q
 
 test-slow: setup libero
-	$(BIN)/python -m pytest tests -m "slow and not gpu" -q
+	$(BIN)/python -m pytest tests -m "slow and not gpu" -q --durations=10
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
