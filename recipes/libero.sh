@@ -57,8 +57,10 @@ say "stage 2: the action expert learns it on the frozen backbone"
 fine_tune expert
 say "control: the same with black images"
 fine_tune blind --model.config '{zero_images: true}'
-say "rollouts from $EPISODES initial states"
+say "stage 1: rollouts from $EPISODES initial states"
 roll_out stage1 "$OUT/base/policy"
+say "stage 2: rollouts"
 roll_out stage2 "$OUT/expert/policy"
+say "control: rollouts"
 roll_out blind "$OUT/blind/policy"
 soma compare "stage 1=$OUT/eval/stage1" "stage 2=$OUT/eval/stage2" "blind=$OUT/eval/blind" --out "$OUT/success.png"
