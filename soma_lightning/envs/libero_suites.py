@@ -76,11 +76,13 @@ class LiberoSuite:
 def select_tasks(tasks: Mapping[str, LiberoTask], numbers: Sequence[int] | None) -> dict[str, LiberoTask]:
     """The tasks with these numbers, in this order; all of them for None. ValueError for a number that does not exist.
 
-    An empty list and a number given twice are errors, too.
+    An empty list, a number given twice and anything but a list are errors, too.
     """
     if numbers is None:
         return dict(tasks)
     by_number = {task.number: task for task in tasks.values()}
+    if not isinstance(numbers, Sequence):
+        raise ValueError(f"task_numbers={numbers!r} must be a list, such as [{min(by_number)}]; leave it out for all")
     unknown = [number for number in numbers if isinstance(number, bool) or number not in by_number]
     if unknown or not numbers or len(set(numbers)) != len(numbers):
         raise ValueError(

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -140,6 +140,8 @@ def test_tasks_are_chosen_by_number() -> None:
     for wrong in ([3], [], [1, 1], [-1], [True]):
         with pytest.raises(ValueError, match=r"must be different numbers from 0\.\.2"):
             select_tasks(TASKS, wrong)
+    with pytest.raises(ValueError, match=r"task_numbers=2 must be a list, such as \[0\]"):
+        select_tasks(TASKS, cast("list[int]", 2))
 
 
 def test_a_schedule_holds_every_pair_once() -> None:
