@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +77,17 @@ def learning_curve(metrics_csv: Path, path: Path) -> Path:
 
 
 def contact_sheet(rollouts: Sequence[tuple[str, Sequence[np.ndarray]]], path: Path, columns: int = 8) -> Path:
-    """One row a rollout: `columns` frames (uint8 [h, w, 3]) from first to last, with the rollout's label."""
-    figure, axes = plt.subplots(
-        len(rollouts), columns, figsize=(1.3 * columns, 1.5 * len(rollouts)), squeeze=False, layout="constrained"
-    )
-    for row, (label, frames) in enumerate(rollouts):
-        picks = np.linspace(0, len(frames) - 1, columns).round().astype(int)
-        for column, index in enumerate(picks):
-            axes[row, column].imshow(frames[index])
-            axes[row, column].set_axis_off()
-            axes[row, column].set_title(label if column == 0 else f"step {index}", fontsize=7, loc="left")
+    """One row a rollout: at most `columns` images (uint8 [h, w, 3]) from first to last, under the rollout's label."""
+    figure = plt.figure(figsize=(1.3 * columns, 1.75 * len(rollouts)), layout="constrained")
+    rows = figure.subfigures(len(rollouts), 1, squeeze=False)[:, 0]
+    for row, (label, frames) in zip(rows, rollouts, strict=True):
+        row.suptitle(label, fontsize=8, x=0.01, ha="left")
+        picks = np.unique(np.linspace(0, len(frames) - 1, columns).round().astype(int))
+        for axes, index in zip_longest(row.subplots(1, columns), picks):
+            axes.set_axis_off()
+            if index is not None:
+                axes.imshow(frames[index])
+                axes.set_title(f"image {index + 1} of {len(frames)}", fontsize=6, loc="left")
     return _save(figure, path)
 
 

@@ -51,12 +51,18 @@ def print_summary(inspection: Inspection) -> None:
             print(f"  {finding}")
 
 
+def _duration(hours: float) -> str:
+    if hours >= 1:
+        return f"{hours:.2f} hours"
+    return f"{60 * hours:.1f} minutes" if 60 * hours >= 1 else f"{3600 * hours:.1f} seconds"
+
+
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary as (name, text), in the order to be read."""
     lines = [
         ("data set", f"{summary['root']}, LeRobot {summary['version']}, {summary['bytes'] / 1e6:.1f} MB"),
         ("robot", f"{summary['robot'] or 'not named'}, {summary['fps']} frames per second"),
-        ("size", f"{summary['episodes']} episodes, {summary['frames']} frames, {summary['hours']:.2f} hours"),
+        ("size", f"{summary['episodes']} episodes, {summary['frames']} frames, {_duration(summary['hours'])}"),
     ]
     for task in summary["tasks"]:
         lines.append(("task", f"{task['task']} ({task['episodes']} episodes, {task['frames']} frames)"))

@@ -153,6 +153,8 @@ def all_episodes(group: EnvGroup, tasks: tuple[str, ...], first_init_state: int)
 def stored_type(policy: Path) -> str:
     """The model type that a checkpoint folder names in its config.json."""
     config = policy / "config.json"
+    if not policy.is_dir():
+        raise FileNotFoundError(f"there is no folder {policy}; pass the `policy` folder that soma fit wrote")
     if not config.is_file():
         raise FileNotFoundError(
             f"{policy} holds no config.json, so it is no checkpoint; pass the `policy` folder that soma fit wrote"
@@ -195,7 +197,7 @@ def print_plan(report: dict[str, Any]) -> None:
         ("images", "black (blind)" if settings["blind"] else "as the environment draws them"),
         ("attention", report["attention"]),
         ("simulator", ", ".join(f"{name} {value}" for name, value in report["simulator"].items()) or "-"),
-        ("machine", f"{report['machine']['device']}, {report['machine']['slots']} slots"),
+        ("machine", f"{report['machine']['device']}, {report['machine']['slots']} slot(s)"),
         ("states", states),
     ):
         print(f"  {name + ':':<12}{value}")

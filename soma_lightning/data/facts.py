@@ -21,8 +21,8 @@ def source_facts(sources: Sequence[DataSource], sizes: Sequence[int], counts: Se
             "root": source.root,
             **source.filters,
             "train_frames": size,
-            "share": count / sum(counts),
-            "passes_per_epoch": count / size,
+            "share": round(count / sum(counts), 4),
+            "passes_per_epoch": round(count / size, 4),
         }
         for source, size, count in zip(sources, sizes, counts, strict=True)
     ]

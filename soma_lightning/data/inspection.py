@@ -127,7 +127,8 @@ def _warn(scan: FrameScan, columns: Mapping[str, ColumnPicture], tasks: Sequence
     for key, column in columns.items():
         totals = scan.totals[key]
         for d in stats.constant(totals):
-            findings.warning(f"{column.names[d]} (dimension {d}) is {totals.low[d]:.6g} in all frames", None, None, key)
+            stays = f"{column.names[d]} (dimension {d}) stays at {totals.low[d]:.6g} in all frames"
+            findings.warning(stays, None, None, key)
         stats.warn_of_outliers(key, column.names, totals, column.q01, column.q99, findings)
         if key == action_key:
             stats.warn_of_gripper(key, column.names, totals, findings)

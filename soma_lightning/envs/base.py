@@ -78,6 +78,8 @@ class ManipulationEnv(ABC):
     tasks: dict[str, TaskSpec]
     #: Memory (GB) of one environment that needs a process and a core of its own; 0 where many fit into one process.
     process_memory_gb: ClassVar[float] = 0.0
+    #: Setting without a default -> what it may be, for whoever left it out.
+    setting_choices: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     @abstractmethod
     def reset(self, task: str, init_state: int) -> None:

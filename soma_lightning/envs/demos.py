@@ -196,6 +196,7 @@ def _record_task(
     every = max(1, episodes // _REPORTS_PER_TASK)
     begin, frames, attempts = time.monotonic(), 0, 0
     kept: list[int] = []
+    report(f"{task}: {episodes} demonstrations wanted")  # a simulator may need a minute to its first one
     for rollout in _first_successes(task, episodes, limit, attempts_of):
         attempts += 1
         if rollout is None:

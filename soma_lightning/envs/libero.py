@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from soma_lightning.envs.libero_conventions import IMAGE_ROTATION, turn_half
 from soma_lightning.envs.libero_geometry import LiberoScene
 from soma_lightning.envs.libero_package import benchmark_version
 from soma_lightning.envs.libero_simulator import LiberoSimulator
-from soma_lightning.envs.libero_suites import NUM_INIT_STATES, LiberoSuite, select_tasks
+from soma_lightning.envs.libero_suites import MAX_STEPS, NUM_INIT_STATES, LiberoSuite, select_tasks
 from soma_lightning.envs.rendering import check_gl
 
 MAIN_CAMERA, WRIST_CAMERA = MAIN_IMAGE.removesuffix("_image"), WRIST_IMAGE.removesuffix("_image")
@@ -53,6 +54,7 @@ class LiberoEnv(TaskEnv[TaskSpec]):
 
     name = "libero"
     process_memory_gb = 2.5
+    setting_choices: ClassVar[Mapping[str, Sequence[str]]] = {"suite": tuple(MAX_STEPS)}
     image_rotation = IMAGE_ROTATION
 
     def __init__(

@@ -175,7 +175,11 @@ def _settle_paths(package: Path, assets: Path) -> None:
 
 def _check_config(config: Path, package: Path) -> None:
     """Raises ValueError when a configuration names another installation than the one that will be imported."""
-    paths = yaml.safe_load(config.read_text())
+    try:
+        paths = yaml.safe_load(config.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = f"is no YAML ({str(error).splitlines()[0]}); mend it, or unset {_CONFIG_VARIABLE}"
+        raise ValueError(f"{config} {problem}") from error
     root = paths.get("benchmark_root") if isinstance(paths, dict) else None
     if root is not None and Path(root).resolve() != package.resolve():
         raise ValueError(

@@ -25,12 +25,16 @@ EXPERTS = {
 }
 
 
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 @dataclass(frozen=True)
 class EnvSpec:
     """A picklable recipe for one environment; calling it builds the environment.
 
     `name` is a registered name or "package.module:Class" of your own; `settings` are the constructor's arguments.
-    Raises ValueError naming the nearest name for an unknown environment or setting, before anything is built.
+    Raises ValueError naming the nearest name for an unknown environment or setting, and for one that is missing, before
+    anything is built.
     """
 
     name: str
@@ -40,6 +44,10 @@ class EnvSpec:
         accepted = inspect.signature(environment_class(self.name)).parameters
         for setting in self.settings:
             require_known(f"setting of environment '{self.name}'", setting, accepted)
+        for name, parameter in accepted.items():
+            is_needed = parameter.default is parameter.empty and parameter.kind in _NAMED
+            if is_needed and name not in self.settings:
+                raise ValueError(f"environment '{self.name}' needs {name}={_choices(self.name, name)}")
 
     def __call__(self) -> ManipulationEnv:
         return environment_class(self.name)(**self.settings)
@@ -75,6 +83,12 @@ def expert_class(name: str) -> type[ScriptedExpert]:
         raise ValueError(f"environment '{name}' has no scripted expert; those with one: {', '.join(EXPERTS)}")
     module_name, _, class_name = EXPERTS[name].partition(":")
     return cast("type[ScriptedExpert]", getattr(import_module(module_name), class_name))
+
+
+def _choices(environment: str, setting: str) -> str:
+    """What a setting may be, as the environment says in `setting_choices`."""
+    choices = environment_class(environment).setting_choices.get(setting, ())
+    return f", one of {', '.join(choices)}" if choices else ""
 
 
 def _is_plain(value: Any) -> bool:

@@ -129,9 +129,12 @@ def _unavailable(reason: str) -> RenderingUnavailableError:
     if not _can_load(_EGL_LIBRARY):
         reason += f"; {_EGL_LIBRARY} cannot be loaded"
     then = "" if backend == "egl" else "Set MUJOCO_GL=egl before mujoco is first imported. "
+    if device := os.environ.get("MUJOCO_EGL_DEVICE_ID"):
+        shown += f", MUJOCO_EGL_DEVICE_ID={device}: unset it if there is no such device"
     return RenderingUnavailableError(
         f"cannot render images: {reason}; {shown}. On Debian or Ubuntu, software rendering is installed with:\n"
-        f"  {APT_LINE}\n{then}State observations (obs_type=state) need no rendering: MUJOCO_GL=disable."
+        f"  {APT_LINE}\n{then}Observations without images (somatable obs_type=state, libero cameras=[]) "
+        "need no rendering: MUJOCO_GL=disable."
     )
 
 

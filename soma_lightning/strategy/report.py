@@ -211,5 +211,7 @@ def _short(value: object) -> str:
     """Lists are cut, because names may be many; settings are shown whole."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {setting}" for key, setting in value.items()) or "none"
+    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        return "; ".join(map(_short, value))
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

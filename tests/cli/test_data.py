@@ -52,7 +52,7 @@ def test_a_sound_data_set(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     for line in (
         "robot:      arm, 10 frames per second",
-        "size:       3 episodes, 60 frames, 0.00 hours",
+        "size:       3 episodes, 60 frames, 6.0 seconds",
         "task:       pick up the cube (3 episodes, 60 frames)",
         f"camera:     {CAMERA}, 16x16 image, png; decoded 60 of 60 frames, 0 broken",
         "column:     observation.state, float32 [2]: x, <y>",

@@ -364,7 +364,7 @@ def test_nothing_to_warn_of(tmp_path: Path) -> None:
 def test_constant_dimensions(tmp_path: Path) -> None:
     actions = [np.stack([noise(20, 1, i)[:, 0], np.full(20, 0.5)], axis=1) for i in range(2)]
     root = write(tmp_path / "a", actions, ["x", "rz"])
-    assert warnings(root) == ["column 'action': rz (dimension 1) is 0.5 in all frames"]
+    assert warnings(root) == ["column 'action': rz (dimension 1) stays at 0.5 in all frames"]
     assert inspect(root).summary["columns"]["action"]["constant"] == [1]
 
 

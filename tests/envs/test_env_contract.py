@@ -93,6 +93,8 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         ValueError, match=r"unknown setting of environment 'somatable' 'img_size'.*Did you mean 'image_size'"
     ):
         EnvSpec("somatable", {"img_size": 64})
+    with pytest.raises(ValueError, match="'libero' needs suite=, one of libero_spatial, libero_object, "):
+        EnvSpec("libero", {"image_size": 64})
     with pytest.raises(ValueError, match="cannot be imported: No module named 'no_such_package'"):
         EnvSpec("no_such_package.envs:Env")
     with pytest.raises(ValueError, match="is not a subclass of ManipulationEnv"):

@@ -340,6 +340,9 @@ def test_paths_are_settled_outside_the_home_and_a_foreign_configuration_is_refus
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(stale))
     with pytest.raises(ValueError, match=r"belongs to the LIBERO in /elsewhere/libero.*unset LIBERO_CONFIG_PATH"):
         libero_package._settle_paths(installed, tmp_path / "assets")
+    (stale / "config.yaml").write_text("{benchmark_root: [")
+    with pytest.raises(ValueError, match=r"stale/config.yaml is no YAML .*unset LIBERO_CONFIG_PATH"):
+        libero_package._settle_paths(installed, tmp_path / "assets")
 
 
 def test_another_package_of_that_name_is_not_taken_for_the_benchmark(installed: Path) -> None:

@@ -228,7 +228,6 @@ def test_noise_is_the_experts_own_unless_it_is_given() -> None:
         ({"timeout_s": 5.0}, "timeout_s=5.0 .* works with workers above 1"),
         ({"spec": SPEC.replace(stream=3)}, "stream is set by the seed of the recording"),
         ({"spec": SPEC.replace(obs_type="state")}, "demonstrations hold images"),
-        ({"spec": EnvSpec("libero", {"image_size": 64})}, "environment 'libero' needs suite=, one of libero_object"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, object], message: str) -> None:

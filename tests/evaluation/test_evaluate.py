@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -251,6 +253,20 @@ def test_ends_of_the_interval_are_exact(tmp_path: Path):
         assert (low[0], high[1]) == (0.0, 1.0)
     rows = [("none", 0, 3, wilson_interval(0, 3)), ("all", 3, 3, wilson_interval(3, 3))]
     assert plots.success_bars(rows, tmp_path / "bars.png", "ends").stat().st_size > 0
+
+
+def test_a_contact_sheet_labels_each_row_and_repeats_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    image = np.zeros((4, 4, 3), np.uint8)
+    plots.contact_sheet(
+        [("pick 0003 failure", [image] * 2), ("pick 0007 success", [image] * 30)], tmp_path / "sheet.png"
+    )
+    rows = drawn[0].subfigs
+    assert [row.get_suptitle() for row in rows] == ["pick 0003 failure", "pick 0007 success"]
+    titles = [[axes.get_title(loc="left") for axes in row.axes] for row in rows]
+    assert titles[0] == ["image 1 of 2", "image 2 of 2", "", "", "", "", "", ""]
+    assert (titles[1][0], titles[1][-1], len(set(titles[1]))) == ("image 1 of 30", "image 30 of 30", 8)
 
 
 @pytest.mark.parametrize(
