@@ -2,7 +2,7 @@
 # LIBERO on two CPU cores: a tiny pi0.5 learns four tasks of libero_goal from scratch (stage 1); then its action expert
 # alone, on the frozen backbone, learns "put the bowl on the plate" (stage 2). Rolled out on the benchmark's 50 initial
 # states of that task, which no demonstration uses; the control is trained like stage 2 and sees black images.
-#   bash recipes/libero.sh [OUT] [SEED]          needs soma-lightning[libero]; about 40 minutes
+#   bash recipes/libero.sh [OUT] [SEED]          needs soma-lightning[libero]; about an hour
 # BASE_DEMOS, DEMOS, EPISODES, WORKERS, IMAGE_SIZE, and further options of stage 1 (BASE_OPTIONS), of stage 2 and its
 # control (TUNE_OPTIONS) and of rollouts (EVAL_OPTIONS) change the job; so does STREAM: from 1000 on, rollouts start from
 # any number of states that LIBERO draws and no demonstration uses. What a stopped job left is kept: remove OUT to begin
