@@ -332,6 +332,8 @@ class PI05Policy(BasePolicy):
         path_or_id: str | Path,
         revision: str | None = None,
         *,
+        device: str | torch.device | None = None,
+        config: PI05Config | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
         trainable: Literal["expert", "all"] | None = None,
         action_dim: int | None = None,
@@ -341,10 +343,15 @@ class PI05Policy(BasePolicy):
         on_long_prompt: OnLongPrompt = "error",
         missing_cameras: MissingCameras = "error",
     ) -> PI05Policy:
-        """Loads a checkpoint folder (lerobot or openpi layout) or a hub repository, strictly.
+        """Loads a checkpoint folder (lerobot, openpi or RLinf layout) or a hub repository, strictly.
 
-        revision: of a hub repository. dtype, trainable, action_dim and `changes` (any other field of PI05Config)
-        replace what the checkpoint says. statistics: instead of the checkpoint's. tokenizer: instead of
+        Nothing is initialised first, and every tensor goes from the mapped file to its place and dtype by itself: host
+        memory holds about one tensor beside the policy.
+
+        revision: of a hub repository. device: of the policy, by default torch's default device (the CPU, unless
+        `torch.device(...)`, `trainer.init_module()` or `fabric.init_module()` is entered). config: instead of the
+        folder's config.json, which RLinf's have none of. dtype, trainable, action_dim and `changes` (any other field of
+        PI05Config) replace what the checkpoint says. statistics: instead of the checkpoint's. tokenizer: instead of
         config.tokenizer's. Without statistics anywhere, `set_statistics` must follow before use.
 
         Raises FileNotFoundError or OSError when there is no such checkpoint, ValueError for a file that is damaged, for
@@ -357,7 +364,7 @@ class PI05Policy(BasePolicy):
         if twice:
             raise ValueError(f"{twice} are given both as arguments and in changes; give each once")
         folder = fetch_checkpoint(path_or_id, revision)
-        saved = read_config(folder)
+        saved = read_config(folder) if config is None else config
         config = changed_config(saved, {**(changes or {}), **overrides})
         if tokenizer is None and config.tokenizer == BUILTIN:
             tokenizer = load_builtin_tokenizer(folder)
@@ -367,7 +374,7 @@ class PI05Policy(BasePolicy):
             found = None
         with torch.device("meta"):  # start values would be thrown away
             policy = cls(config, tokenizer=tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras)
-        load_weights(policy.model, folder)
+        load_weights(policy.model, folder, device)
         if found is not None:
             _check_asked_dims({**(changes or {}), **overrides}, found[0])
             policy.set_statistics(found[0], source=found[1] if statistics is not None else f"checkpoint ({found[1]})")
@@ -404,14 +411,14 @@ def changed_config(config: PI05Config, changes: Mapping[str, Any]) -> PI05Config
 def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05Policy:
     """Builder of model_type "pi05" for the registry.
 
-    cfg: model_path (folder or hub id; None builds a fresh policy), revision, size
-    ("base" or "tiny", without model_path), and any field of PI05Config. torch_dtype: float32, bfloat16, or None for the
-    checkpoint's. Raises ValueError for anything else.
+    cfg: model_path (folder or hub id; None builds a fresh policy), revision, size ("base" or "tiny", without
+    model_path), device (by default torch's default device), and any field of PI05Config. torch_dtype: float32,
+    bfloat16, or None for the checkpoint's. Raises ValueError for anything else.
     """
     settings = dict(cfg)
     for handled in ("model_type", "precision"):
         settings.pop(handled, None)
-    path, revision, size = (settings.pop(name, None) for name in ("model_path", "revision", "size"))
+    path, revision, size, device = (settings.pop(name, None) for name in ("model_path", "revision", "size", "device"))
     if settings.pop("is_lora", False):
         raise ValueError("is_lora=true: pi0.5 has no LoRA here; trainable='expert' trains the action expert only")
     if torch_dtype is not None:
@@ -421,13 +428,14 @@ def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05P
     if path is not None:
         if size is not None:
             raise ValueError(f"size={size!r} has no effect with model_path={path!r}; leave one of them out")
-        return PI05Policy.from_pretrained(path, revision=revision, changes=settings)
+        return PI05Policy.from_pretrained(path, revision=revision, device=device, changes=settings)
     if revision is not None:
         raise ValueError(f"revision={revision!r} has no effect without model_path; set model_path to a hub id")
     sizes = {None: PI05Config.base, "base": PI05Config.base, "tiny": PI05Config.tiny}
     if size not in sizes:
         raise ValueError(f"size={size!r} is unknown; known: base, tiny")
-    return PI05Policy(changed_config(sizes[size](), settings))
+    with torch.device(torch.get_default_device() if device is None else device):
+        return PI05Policy(changed_config(sizes[size](), settings))
 
 
 def _new_dim(name: str, before: int | None, stats: Mapping[str, np.ndarray] | None) -> int | None:
