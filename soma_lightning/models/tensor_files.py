@@ -89,7 +89,8 @@ def _mapped_safetensors(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(file, framework="pt").__enter__()  # unmapped when nobody holds it or a tensor of it
+        opened: Any = safe_open(file, framework="pt")
+        return opened.__enter__()  # unmapped when nobody holds it or a tensor of it
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is no readable safetensors file ({error}); it may be damaged or cut short") from error
 

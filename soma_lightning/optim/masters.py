@@ -64,6 +64,11 @@ def master_values(module: Module, optimizer: Optimizer) -> dict[str, Tensor]:
     state: Mapping[Tensor, dict[str, Tensor]] = optimizer.state
     for name, param in named_low_precision(module, optimizer).items():
         master = state[param].get(MASTER_KEY) if param in state else None
-        rounded = param.detach().float()
-        found[name] = rounded if master is None else torch.where(master.to(param.dtype) == param, master, rounded)
+        found[name] = param.detach().float() if master is None else _valid(master, param.detach())
     return found
+
+
+def _valid(master: Tensor, param: Tensor) -> Tensor:
+    """`master` itself, no copy, unless somebody else changed the parameter."""
+    is_current = master.to(param.dtype) == param
+    return master if bool(is_current.all()) else torch.where(is_current, master, param.float())

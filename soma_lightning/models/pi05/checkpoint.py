@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, get_args
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from soma_lightning.layout.full_state import own_slice
 from soma_lightning.models.pi05.config_files import CheckpointLayout, read_config, write_config
 from soma_lightning.models.tensor_files import TensorFile, write_safetensors
+from soma_lightning.optim.masters import master_values, named_low_precision, seed_master
 
 if TYPE_CHECKING:
     from soma_lightning.models.pi05.model import PI05Model
@@ -40,6 +42,7 @@ __all__ = [
     "read_config",
     "save_state_dict",
     "save_weights",
+    "seed_masters",
     "weights_file",
     "write_config",
 ]
@@ -119,6 +122,19 @@ def load_weights(model: PI05Model, path: str | Path, device: str | torch.device 
     model.prefix.reset_buffers()
 
 
+def seed_masters(model: PI05Model, optimizer: Optimizer, path: str | Path) -> None:
+    """Starts the optimizer's fp32 masters of `model` at the values of the checkpoint that it was loaded from.
+
+    Without it they start from the rounded bf16 parameters. Elements that were changed since, and tensors that the file
+    holds in the model's own dtype, stay as they are. Errors as in `load_weights`; ValueError when there are no masters.
+    """
+    trained = named_low_precision(model, optimizer)
+    tensors = TensorFile(weights_file(path))
+    for name, key in _fitting(tensors, dict(model.named_parameters())).items():
+        if name in trained and tensors.dtypes[key] != trained[name].dtype:
+            seed_master(optimizer, trained[name], tensors.read(key))
+
+
 def weights_file(path: str | Path) -> Path:
     """The file with the weights of a checkpoint folder (one of WEIGHTS_FILES), or `path` itself when it is a file.
 
@@ -141,12 +157,16 @@ def weights_file(path: str | Path) -> Path:
     return found[0]
 
 
-def save_weights(model: PI05Model, path: str | Path, layout: CheckpointLayout = "lerobot") -> Path:
+def save_weights(
+    model: PI05Model, path: str | Path, layout: CheckpointLayout = "lerobot", optimizer: Optimizer | None = None
+) -> Path:
     """Writes the weights so that lerobot or openpi loads them strictly, tensor by tensor; returns the file.
 
-    path: a folder (then `model.safetensors` inside it) or a file name that ends in .safetensors. Dtypes are kept.
+    path: a folder (then `model.safetensors` inside it) or a file name that ends in .safetensors. Dtypes are kept, but
+    `optimizer`'s fp32 masters are written in the place of the bf16 parameters that they belong to.
     """
-    return save_state_dict(model.state_dict(), path, layout)
+    masters = {} if optimizer is None else master_values(model, optimizer)
+    return save_state_dict({**model.state_dict(), **masters}, path, layout)
 
 
 def save_state_dict(state_dict: Mapping[str, Tensor], path: str | Path, layout: CheckpointLayout = "lerobot") -> Path:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from soma_lightning.contract import ACTION, IMAGE_PREFIX, STATE, EnvObservation, Statistics, batch_from_observation
 from soma_lightning.models.flow import sample_time
-from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights
+from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights, seed_masters
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.config_files import read_config, write_config
 from soma_lightning.models.pi05.folder import fetch_checkpoint, find_statistics, save_side_files, written_at_once
@@ -59,6 +60,7 @@ class PI05Policy(BasePolicy):
         super().__init__()
         self.config = config
         self.statistics_source = "none"
+        self.loaded_from: Path | None = None
         self.processor = PI05Processor(
             config, statistics, tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras
         )
@@ -309,18 +311,32 @@ class PI05Policy(BasePolicy):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, folder: str | Path, layout: CheckpointLayout = "lerobot") -> None:
+    def seed_masters(self, optimizer: Optimizer) -> None:
+        """Starts the optimizer's fp32 masters at the values of the checkpoint that this policy was loaded from.
+
+        For bf16 training from an fp32 checkpoint: without it the masters start from the rounded parameters. Call it
+        after `optimizer` was built and before its state is restored; PI05Module does. ValueError when the policy was
+        not loaded, or the optimizer keeps no masters (FP32MasterAdamW does).
+        """
+        if self.loaded_from is None:
+            raise ValueError("this policy was not loaded from a checkpoint, so masters start from its parameters")
+        seed_masters(self.model, optimizer, self.loaded_from)
+
+    def save_pretrained(
+        self, folder: str | Path, layout: CheckpointLayout = "lerobot", *, optimizer: Optimizer | None = None
+    ) -> None:
         """Writes config.json, model.safetensors, the statistics, and the tokenizer when it is the built-in one.
 
         The folder appears whole or not at all; an earlier checkpoint there is replaced. layout: "lerobot", or "openpi"
-        (statistics under assets/). Raises FileExistsError when the folder holds other files, ValueError for an unknown
-        layout.
+        (statistics under assets/). optimizer: its fp32 masters are written in the place of its bf16 parameters, so
+        that nothing of what was trained is rounded. Raises FileExistsError when the folder holds other files,
+        ValueError for an unknown layout and for an optimizer without masters.
         """
         if layout not in ("lerobot", "openpi"):
             raise ValueError(f"layout must be 'lerobot' or 'openpi', got {layout!r}")
         with written_at_once(Path(folder)) as new:
             write_config(self.config, new, layout)
-            save_weights(self.model, new, layout)
+            save_weights(self.model, new, layout, optimizer)
             if self.statistics is not None:
                 save_side_files(new, layout, self.config, self.statistics)
             if self.config.tokenizer == BUILTIN:
@@ -375,6 +391,7 @@ class PI05Policy(BasePolicy):
         with torch.device("meta"):  # start values would be thrown away
             policy = cls(config, tokenizer=tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras)
         load_weights(policy.model, folder, device)
+        policy.loaded_from = folder
         if found is not None:
             _check_asked_dims({**(changes or {}), **overrides}, found[0])
             policy.set_statistics(found[0], source=found[1] if statistics is not None else f"checkpoint ({found[1]})")

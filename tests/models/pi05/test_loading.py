@@ -17,9 +17,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from soma_lightning.models import PI05Config, PI05Policy
-from soma_lightning.models.pi05.checkpoint import load_weights, public_state_dict, save_weights, stored_tensors
+from soma_lightning.models.pi05.checkpoint import (
+    load_weights,
+    public_state_dict,
+    save_weights,
+    seed_masters,
+    stored_tensors,
+)
 from soma_lightning.models.pi05.model import PI05Model
 from soma_lightning.models.pi05.tokenizer import load_tokenizer
+from soma_lightning.optim.fused_adamw import FP32MasterAdamW
+from soma_lightning.optim.masters import master_values
 from tests.ranks import ranks_run, whole
 
 PALIGEMMA, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
@@ -200,7 +208,10 @@ def load_into_shards(file: str) -> list[dict[str, Any]]:
             model.to_empty(device="cpu")
         load_weights(model, file)
         assert all(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.expert.parameters())
-        found.append({"weights": whole(model), "buffers": dict(model.named_buffers())})
+        optimizer = FP32MasterAdamW([p for p in model.parameters() if p.requires_grad])
+        seed_masters(model, optimizer, file)
+        masters = {n: value.full_tensor() for n, value in master_values(model, optimizer).items()}
+        found.append({"weights": whole(model), "buffers": dict(model.named_buffers()), "masters": masters})
     return found
 
 
@@ -216,6 +227,8 @@ def test_shards_take_their_own_slices(tmp_path: Path) -> None:
         for model in found:
             assert same_bits(model["weights"], dict(expected.named_parameters()))
             assert same_bits(model["buffers"], dict(expected.named_buffers()))
+            assert len(model["masters"]) == 14  # the matrices of two layers
+            assert same_bits(model["masters"], {n: dict(saved.named_parameters())[n] for n in model["masters"]})
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
