@@ -20,6 +20,7 @@ from soma_lightning.models.flow import keyed_generator
 from soma_lightning.modules.ema import TrainableEMA
 from soma_lightning.modules.schedule import fit_to_run, warmup_cosine
 from soma_lightning.modules.timing import StepTimer
+from soma_lightning.optim.masters import has_masters
 
 TRAIN_STREAM, VALIDATION_STREAM, SAMPLE_STREAM = range(3)
 
@@ -73,6 +74,8 @@ PUBLIC_RECIPE = TrainingConfig()
 
 class PolicyModule(LightningModule):
     """Fine-tunes `policy`: a policy with `sft_forward`, `sample_actions`, `frozen_modules` and `save_pretrained`.
+
+    `save_pretrained` also takes `optimizer`, whose fp32 masters it writes, if the policy trains in bf16.
 
     Noise and flow times are drawn from a generator seeded by (torch's seed when the module was built, rank, epoch,
     batch), so a resumed run continues exactly and validation losses compare across epochs.
@@ -225,13 +228,19 @@ class PolicyModule(LightningModule):
             self._ema.swap_in(self)
         folder = Path(self.trainer.default_root_dir) / "policy"
         try:
-            self.policy.save_pretrained(folder)
+            masters = {} if self._ema is not None else self._masters()
+            self.policy.save_pretrained(folder, **masters)
             steps = {"step": self.trainer.global_step, "epoch": self.trainer.current_epoch}
             (folder / TRAINING_FILE).write_text(json.dumps(steps))
         finally:
             if self._ema is not None:
                 self._ema.swap_out(self)
         rank_zero_info(f"policy written to {folder}")
+
+    def _masters(self) -> dict[str, Any]:
+        """The optimizer whose fp32 masters are exported instead of rounded parameters, if there is one."""
+        found = next(filter(has_masters, self.trainer.optimizers), None)
+        return {} if found is None else {"optimizer": found}
 
     def report_facts(self) -> dict[str, Any]:
         """What the run report says of the objective, beside the policy's own facts."""

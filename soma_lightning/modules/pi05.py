@@ -9,6 +9,7 @@ from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.folder import check_replaceable
 from soma_lightning.models.pi05.policy import PI05Policy, changed_config
 from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
+from soma_lightning.optim.masters import has_masters
 
 
 class PI05Module(PolicyModule):
@@ -70,6 +71,9 @@ class PI05Module(PolicyModule):
 
     def on_fit_start(self) -> None:
         self.policy.model.check_dtypes()  # the Trainer has applied its precision by now
+        if self.policy.loaded_from is not None and self.trainer.ckpt_path is None:  # a resumed run has its masters
+            for optimizer in filter(has_masters, self.trainer.optimizers):
+                self.policy.seed_masters(optimizer)
 
     def on_validation_start(self) -> None:
         self.policy.model.check_dtypes()  # for Trainer.validate, which starts no fit

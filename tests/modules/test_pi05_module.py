@@ -10,9 +10,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
 
 from soma_lightning.contract import TRAINING_FILE
-from soma_lightning.models import PI05Policy
+from soma_lightning.models import PI05Config, PI05Policy
 from soma_lightning.modules import PI05Module
 from soma_lightning.modules.base import TrainingConfig
 
@@ -331,3 +332,18 @@ def test_delta_actions_are_trained_sampled_and_exported(make_run, tmp_path: Path
     still = policy.sample_actions(batch, noise)
     shifted["observation.state"][:, 1] += 2.0
     torch.testing.assert_close(policy.sample_actions(shifted, noise)[..., 1], still[..., 1] + 2.0, rtol=0, atol=1e-5)
+
+
+def test_fp32_values_of_a_checkpoint_survive_bf16_training(make_run, tmp_path: Path):
+    """A learning rate too small for fp32: the export must hold the bits that training started from."""
+    PI05Policy(PI05Config.tiny()).save_pretrained(tmp_path / "fp32")
+    model = {"size": None, "pretrained": str(tmp_path / "fp32"), "config": {"dtype": "bfloat16"}}
+    training = {"lr": 1e-30, "final_lr": 0.0, "sample_batches": 0}
+    trainer, module, data = make_run("run", model=model, training=training, max_steps=1, limit_val_batches=0)
+    trainer.fit(module, data)
+    assert type(trainer.optimizers[0]).__name__ == "FusedAdamW"
+    files = [load_file(path / "model.safetensors") for path in (tmp_path / "fp32", tmp_path / "run" / "policy")]
+    name = "model.paligemma_with_expert.gemma_expert.model.layers.0.self_attn.q_proj.weight"
+    assert files[1][name].dtype == torch.float32
+    assert torch.equal(files[0][name], files[1][name])
+    assert not torch.equal(module.policy.model.expert.layers[0].self_attn.q_proj.weight.float(), files[1][name])

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from soma_lightning.contract import ACTION, IMAGE_PREFIX, STATE, EnvObservation, Statistics, batch_from_observation
 from soma_lightning.models.flow import sample_time
-from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights
+from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights, seed_masters
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.config_files import read_config, write_config
 from soma_lightning.models.pi05.folder import fetch_checkpoint, find_statistics, save_side_files, written_at_once
@@ -59,6 +60,7 @@ class PI05Policy(BasePolicy):
         super().__init__()
         self.config = config
         self.statistics_source = "none"
+        self.loaded_from: Path | None = None
         self.processor = PI05Processor(
             config, statistics, tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras
         )
@@ -309,18 +311,32 @@ class PI05Policy(BasePolicy):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, folder: str | Path, layout: CheckpointLayout = "lerobot") -> None:
+    def seed_masters(self, optimizer: Optimizer) -> None:
+        """Starts the optimizer's fp32 masters at the values of the checkpoint that this policy was loaded from.
+
+        For bf16 training from an fp32 checkpoint: without it the masters start from the rounded parameters. Call it
+        after `optimizer` was built and before its state is restored; PI05Module does. ValueError when the policy was
+        not loaded, or the optimizer keeps no masters (FP32MasterAdamW does).
+        """
+        if self.loaded_from is None:
+            raise ValueError("this policy was not loaded from a checkpoint, so masters start from its parameters")
+        seed_masters(self.model, optimizer, self.loaded_from)
+
+    def save_pretrained(
+        self, folder: str | Path, layout: CheckpointLayout = "lerobot", *, optimizer: Optimizer | None = None
+    ) -> None:
         """Writes config.json, model.safetensors, the statistics, and the tokenizer when it is the built-in one.
 
         The folder appears whole or not at all; an earlier checkpoint there is replaced. layout: "lerobot", or "openpi"
-        (statistics under assets/). Raises FileExistsError when the folder holds other files, ValueError for an unknown
-        layout.
+        (statistics under assets/). optimizer: its fp32 masters are written in the place of its bf16 parameters, so
+        that nothing of what was trained is rounded. Raises FileExistsError when the folder holds other files,
+        ValueError for an unknown layout and for an optimizer without masters.
         """
         if layout not in ("lerobot", "openpi"):
             raise ValueError(f"layout must be 'lerobot' or 'openpi', got {layout!r}")
         with written_at_once(Path(folder)) as new:
             write_config(self.config, new, layout)
-            save_weights(self.model, new, layout)
+            save_weights(self.model, new, layout, optimizer)
             if self.statistics is not None:
                 save_side_files(new, layout, self.config, self.statistics)
             if self.config.tokenizer == BUILTIN:
@@ -332,6 +348,8 @@ class PI05Policy(BasePolicy):
         path_or_id: str | Path,
         revision: str | None = None,
         *,
+        device: str | torch.device | None = None,
+        config: PI05Config | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
         trainable: Literal["expert", "all"] | None = None,
         action_dim: int | None = None,
@@ -341,10 +359,15 @@ class PI05Policy(BasePolicy):
         on_long_prompt: OnLongPrompt = "error",
         missing_cameras: MissingCameras = "error",
     ) -> PI05Policy:
-        """Loads a checkpoint folder (lerobot or openpi layout) or a hub repository, strictly.
+        """Loads a checkpoint folder (lerobot, openpi or RLinf layout) or a hub repository, strictly.
 
-        revision: of a hub repository. dtype, trainable, action_dim and `changes` (any other field of PI05Config)
-        replace what the checkpoint says. statistics: instead of the checkpoint's. tokenizer: instead of
+        Nothing is initialised first, and every tensor goes from the mapped file to its place and dtype by itself: host
+        memory holds about one tensor beside the policy.
+
+        revision: of a hub repository. device: of the policy, by default torch's default device (the CPU, unless
+        `torch.device(...)`, `trainer.init_module()` or `fabric.init_module()` is entered). config: instead of the
+        folder's config.json, which RLinf's have none of. dtype, trainable, action_dim and `changes` (any other field of
+        PI05Config) replace what the checkpoint says. statistics: instead of the checkpoint's. tokenizer: instead of
         config.tokenizer's. Without statistics anywhere, `set_statistics` must follow before use.
 
         Raises FileNotFoundError or OSError when there is no such checkpoint, ValueError for a file that is damaged, for
@@ -357,7 +380,7 @@ class PI05Policy(BasePolicy):
         if twice:
             raise ValueError(f"{twice} are given both as arguments and in changes; give each once")
         folder = fetch_checkpoint(path_or_id, revision)
-        saved = read_config(folder)
+        saved = read_config(folder) if config is None else config
         config = changed_config(saved, {**(changes or {}), **overrides})
         if tokenizer is None and config.tokenizer == BUILTIN:
             tokenizer = load_builtin_tokenizer(folder)
@@ -367,7 +390,8 @@ class PI05Policy(BasePolicy):
             found = None
         with torch.device("meta"):  # start values would be thrown away
             policy = cls(config, tokenizer=tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras)
-        load_weights(policy.model, folder)
+        load_weights(policy.model, folder, device)
+        policy.loaded_from = folder
         if found is not None:
             _check_asked_dims({**(changes or {}), **overrides}, found[0])
             policy.set_statistics(found[0], source=found[1] if statistics is not None else f"checkpoint ({found[1]})")
@@ -404,14 +428,14 @@ def changed_config(config: PI05Config, changes: Mapping[str, Any]) -> PI05Config
 def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05Policy:
     """Builder of model_type "pi05" for the registry.
 
-    cfg: model_path (folder or hub id; None builds a fresh policy), revision, size
-    ("base" or "tiny", without model_path), and any field of PI05Config. torch_dtype: float32, bfloat16, or None for the
-    checkpoint's. Raises ValueError for anything else.
+    cfg: model_path (folder or hub id; None builds a fresh policy), revision, size ("base" or "tiny", without
+    model_path), device (by default torch's default device), and any field of PI05Config. torch_dtype: float32,
+    bfloat16, or None for the checkpoint's. Raises ValueError for anything else.
     """
     settings = dict(cfg)
     for handled in ("model_type", "precision"):
         settings.pop(handled, None)
-    path, revision, size = (settings.pop(name, None) for name in ("model_path", "revision", "size"))
+    path, revision, size, device = (settings.pop(name, None) for name in ("model_path", "revision", "size", "device"))
     if settings.pop("is_lora", False):
         raise ValueError("is_lora=true: pi0.5 has no LoRA here; trainable='expert' trains the action expert only")
     if torch_dtype is not None:
@@ -421,13 +445,14 @@ def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05P
     if path is not None:
         if size is not None:
             raise ValueError(f"size={size!r} has no effect with model_path={path!r}; leave one of them out")
-        return PI05Policy.from_pretrained(path, revision=revision, changes=settings)
+        return PI05Policy.from_pretrained(path, revision=revision, device=device, changes=settings)
     if revision is not None:
         raise ValueError(f"revision={revision!r} has no effect without model_path; set model_path to a hub id")
     sizes = {None: PI05Config.base, "base": PI05Config.base, "tiny": PI05Config.tiny}
     if size not in sizes:
         raise ValueError(f"size={size!r} is unknown; known: base, tiny")
-    return PI05Policy(changed_config(sizes[size](), settings))
+    with torch.device(torch.get_default_device() if device is None else device):
+        return PI05Policy(changed_config(sizes[size](), settings))
 
 
 def _new_dim(name: str, before: int | None, stats: Mapping[str, np.ndarray] | None) -> int | None:
