@@ -93,11 +93,11 @@ class FolderStore:
     def _open(self, path: Path) -> None:
         try:
             shard = safe_open(path, framework="pt", device="cpu")
-            names = [name.split("/", 1) for name in shard.keys()]  # noqa: SIM118 (it is no dict)
+            names = list(shard.keys())  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged ({error}); remove it, and its samples are computed again") from error
         found: dict[int, list[str]] = {}
-        for key, name in names:
+        for key, name in (full_name.split("/", 1) for full_name in names):
             found.setdefault(int(key), []).append(name)
         self._parts_of |= found
         self._shard_of |= dict.fromkeys(found, shard)

@@ -252,18 +252,23 @@ def test_features_that_do_not_fit_are_refused_before_any_is_stored(connected, re
 # -------------------------------------------------------------------- several ranks
 
 
-def fit_on_ranks(root: str, folder: str, where: str | None) -> dict:
+def fit_on_ranks(root: str, folder: str) -> dict[str, dict[str, float]]:
+    return {str(where): fit_one(root, folder, where) for where in (None, "device", f"{folder}/features")}
+
+
+def fit_one(root: str, folder: str, where: str | None) -> dict[str, float]:
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
     module = PI05Module(size="tiny", training=TrainingConfig(lr=1e-3, final_lr=1e-4, export=False))
-    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         strategy="somaspeed",
         default_root_dir=folder,
         accelerator="cpu",
         devices=2,
         max_epochs=3,
-        **settings,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         enable_checkpointing=False,
     )
     data = LeRobotDataModule(root, batch_size=6, feature_cache=where)
@@ -271,18 +276,17 @@ def fit_on_ranks(root: str, folder: str, where: str | None) -> dict:
     return {
         "loss": float(trainer.callback_metrics["val_loss"]),
         "hits": float(trainer.callback_metrics.get("feature_hit_percent", -1)),
-        "present": data.features.num_present if where else 0,
+        "present": data.features.num_present if data.features is not None else 0,
     }
 
 
-def test_each_rank_caches_what_it_meets(recorded: Path, tmp_path: Path):
-    results = {}
-    for where in (None, "device"):
-        folder = tmp_path / str(where)
-        folder.mkdir()
-        arguments = {"root": str(recorded), "folder": str(folder), "where": where}
-        results[where] = ranks_run(fit_on_ranks, folder, arguments=arguments)
-    assert results["device"][0]["loss"] == pytest.approx(results[None][0]["loss"], rel=1e-4)
-    assert results["device"][0]["loss"] == results["device"][1]["loss"]
-    assert 0 < results["device"][0]["hits"] < 100  # each epoch gives a rank other samples
-    assert all(30 < rank["present"] < 72 for rank in results["device"])
+def test_each_rank_caches_what_it_meets_and_a_folder_is_shared(recorded: Path, tmp_path: Path):
+    ranks = ranks_run(fit_on_ranks, tmp_path, arguments={"root": str(recorded), "folder": str(tmp_path)})
+    live, memory, folder = ranks[0].values()
+    assert memory["loss"] == pytest.approx(live["loss"], rel=1e-4)
+    assert folder["loss"] == pytest.approx(live["loss"], rel=1e-4)
+    assert [rank["device"]["loss"] for rank in ranks] == [memory["loss"]] * 2
+    assert 0 < memory["hits"] < 100  # an epoch gives a rank other samples
+    assert all(30 < rank["device"]["present"] < 72 for rank in ranks)
+    assert folder["hits"] > memory["hits"]
+    assert folder["present"] == 72
