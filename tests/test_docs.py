@@ -294,6 +294,7 @@ SMALL = {
     "doctor": [],
     "data": [],
     "open-loop": [],
+    "cache": ["--data.batch_size", "8", "--data.preload", "false"],
 }
 #: Documents that begin with nothing: their own commands make what later ones need.
 FROM_NOTHING = {"docs/main_job.md"}

@@ -66,6 +66,7 @@ class PI05Module(PolicyModule):
         self.policy.processor.prepare()  # a tokenizer that cannot be had is reported now, not at the first batch
         if data is not None and hasattr(data, "cameras") and hasattr(data, "tasks"):
             self.policy.processor.check_data(data.cameras, data.tasks)
+        self.connect_features(data)
         if stage == "fit" and self.training_config.export:
             check_replaceable(Path(self.trainer.default_root_dir) / "policy")
 

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from soma_lightning.contract import ACTION, IMAGE_PREFIX, STATE, EnvObservation, Statistics, batch_from_observation
+from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.flow import sample_time
 from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights, seed_masters
 from soma_lightning.models.pi05.config import PI05Config
@@ -153,6 +155,47 @@ class PI05Policy(BasePolicy):
             digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    # -- frozen features ----------------------------------------------------------------------------------------------
+
+    def check_features_fixed(self) -> None:
+        """Raises ValueError when `encode_features` may change in training, or cannot run on one rank alone."""
+        if self.config.trainable != "expert":
+            raise ValueError(
+                f"a feature cache needs a frozen backbone, but config.trainable={self.config.trainable!r} trains it; "
+                "set trainable='expert', or feature_cache=null"
+            )
+        if any(isinstance(p, DTensor) for p in self.model.prefix.parameters()):
+            raise ValueError(
+                "the frozen backbone is sharded, so no rank can compute features that the others have; set the "
+                "strategy's frozen='replicate', or feature_cache=null"
+            )
+
+    def feature_identity(self) -> dict[str, Any]:
+        """Everything but the observations that decides what `encode_features` returns, as JSON values."""
+        config, processor = self.config, self.processor
+        names = ["cameras", "image_resolution", "zero_images", "prompt", "tokenizer_max_length", "dtype"]
+        if config.prompt == "state":
+            names += ["normalization", "normalization_eps"]
+        vocabulary = json.dumps(sorted(processor.prompts.tokenizer.get_vocab().items()))
+        statistics = self.describe()["statistics"].get(STATE) if config.prompt == "state" else None
+        return {
+            "layout": "pi0.5 keys and values, version 1",
+            "backbone": self.backbone_hash(),
+            **json.loads(json.dumps({name: getattr(config, name) for name in names})),
+            "missing_cameras": processor.missing_cameras,
+            "on_long_prompt": processor.on_long_prompt,
+            "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+            "state_statistics": statistics,
+        }
+
+    @torch.no_grad()
+    def encode_features(self, batch: Mapping[str, Any]) -> FrozenFeatures:
+        """What the frozen backbone computes for the observations of a batch: keys and values of every layer."""
+        inputs = self.processor.inputs(self._on_device(batch))
+        # Not through the model's hooks: ranks miss different samples, so that no collective may run here.
+        prefix: PrefixCache = self.model.prefix(inputs.images, inputs.image_masks, inputs.tokens, inputs.token_mask)
+        return prefix.features()
+
     def reset_parameters(self) -> None:
         """Start values for training without a checkpoint (models/pi05/initialization.py says which and why)."""
         prompts = self.processor.prompts if self.config.tokenizer == BUILTIN else None
@@ -169,22 +212,24 @@ class PI05Policy(BasePolicy):
         flow_draws: int = 1,
         state_noise: float = 0.0,
         generator: torch.Generator | None = None,
+        features: FrozenFeatures | None = None,
     ) -> dict[str, Tensor]:
         """Flow-matching loss on a training batch (contract.TRAINING_BATCH).
 
         noise: standard normal float32 [B*T, H, A_max]; time: float32 [B*T] in 0..1, 1 = noise; drawn when None, noise
         before time, T = `flow_draws` draws a sample that share one prefix. Row n belongs to sample n // T.
         state_noise: standard deviation added to the normalised state. generator: of every draw.
+        features: what `encode_features` gave for these observations; the batch's images and prompts are then not read.
 
         Returns loss (0-d mean over what counts), loss_sum and count (0-d; their quotient is loss) and loss_per_dim
         (detached, [A], or [A_max] with config.loss_dims="padded").
-        Raises ValueError for batches or draws that do not fit (see `PI05Processor`).
+        Raises ValueError for batches or draws that do not fit (see `PI05Processor`), and for state_noise with features.
         """
         if flow_draws < 1:
             raise ValueError(f"flow_draws={flow_draws} must be at least 1")
         batch = self._on_device(batch)
         targets = self.processor.targets(batch)
-        prefix = self._encode(batch, state_noise, generator)
+        prefix = self._prefix(batch, features, state_noise, generator)
         rows = len(targets.actions) * flow_draws
         noise = self._noise(rows, generator) if noise is None else self._checked_noise(noise, rows)
         time = self._time(rows, generator) if time is None else _checked_time(time, rows, self.device)
@@ -192,9 +237,17 @@ class PI05Policy(BasePolicy):
         errors_NHA = self.model.flow_loss(prefix, targets.actions, noise, time)[..., :dims]
         return _reduced(errors_NHA, targets.counts, flow_draws)
 
-    def _encode(
-        self, batch: Mapping[str, Any], state_noise: float = 0.0, generator: torch.Generator | None = None
+    def _prefix(
+        self,
+        batch: Mapping[str, Any],
+        features: FrozenFeatures | None,
+        state_noise: float = 0.0,
+        generator: torch.Generator | None = None,
     ) -> PrefixCache:
+        if features is not None:
+            if state_noise:
+                raise ValueError(f"state_noise={state_noise} would change the prompts that features were computed from")
+            return PrefixCache.from_features(features, self.config.language.head_dim)
         inputs = self.processor.inputs(batch, state_noise=state_noise, generator=generator)
         return self.model.encode_prefix(inputs.images, inputs.image_masks, inputs.tokens, inputs.token_mask)
 
@@ -232,17 +285,19 @@ class PI05Policy(BasePolicy):
         noise: Tensor | None = None,
         num_steps: int | None = None,
         generator: torch.Generator | None = None,
+        features: FrozenFeatures | None = None,
     ) -> Tensor:
         """Action chunks [B, H, A] float32 in raw units for the observations of a batch (actions are not read).
 
         noise: [B, H, A_max] to start from, drawn from `generator` when None. num_steps: Euler steps, by default
-        config.num_inference_steps. Raises ValueError for batches, noise or steps that do not fit.
+        config.num_inference_steps. features: as in `sft_forward`.
+        Raises ValueError for batches, noise or steps that do not fit.
         """
         num_steps = self.config.num_inference_steps if num_steps is None else num_steps
         if num_steps < 1:
             raise ValueError(f"num_steps={num_steps} must be at least 1")
         batch = self._on_device(batch)
-        prefix = self._encode(batch)
+        prefix = self._prefix(batch, features)
         rows = len(prefix.lengths)
         noise = self._noise(rows, generator) if noise is None else self._checked_noise(noise, rows)
         return self.processor.actions(self.model.sample_actions(prefix, noise, num_steps), batch)

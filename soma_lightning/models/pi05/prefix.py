@@ -18,8 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PaliGemmaConfig, PaliGemmaModel
 
+from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.rotary import RotaryTable, rotary_table, rotate
+
+#: The one part of pi0.5's frozen features.
+KEYS_VALUES = "keys_values"
 
 
 @dataclass
@@ -35,6 +39,26 @@ class PrefixCache:
     values: list[Tensor]
     mask: Tensor | None
     lengths: Tensor
+
+    def features(self) -> FrozenFeatures:
+        """A copy for a feature cache: `KEYS_VALUES` [2 * layers, B, P, Hkv * D], keys before values of each layer.
+
+        The cache must be compact: readable tokens first.
+        """
+        pairs = zip(self.keys, self.values, strict=True)
+        streams = [x_BHPD.transpose(1, 2).flatten(2) for pair in pairs for x_BHPD in pair]
+        return FrozenFeatures({KEYS_VALUES: torch.stack(streams)}, tuple(self.lengths.tolist()))
+
+    @classmethod
+    def from_features(cls, features: FrozenFeatures, head_dim: int) -> PrefixCache:
+        """The same cache: views of the features' memory, in the layout that `PI05Prefix` hands out."""
+        values = features.parts[KEYS_VALUES]
+        streams = values.view(*values.shape[:-1], -1, head_dim).transpose(2, 3).unbind(0)
+        lengths = features.lengths_on(streams[0].device)
+        longest = max(features.lengths)
+        columns = torch.arange(longest, device=lengths.device)
+        mask = None if min(features.lengths) == longest else columns < lengths[:, None]
+        return cls(list(streams[::2]), list(streams[1::2]), mask, lengths)
 
 
 @dataclass(frozen=True)
