@@ -10,10 +10,11 @@ import asyncio
 import logging
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -99,35 +100,23 @@ class PolicyServer:
 
     @contextmanager
     def in_background(self, served: ServedPolicy) -> Iterator[str]:
-        """Serves from a thread within the block, which gets the address."""
-        ready, failed = threading.Event(), []
-        stopping: list[Callable[[], None]] = []
+        """Serves from a thread within the block, which gets the address. Raises what stopped the server."""
+        started: Future[Callable[[], object]] = Future()  # how to stop it
 
         async def until_stopped() -> None:
             stop, loop = asyncio.Event(), asyncio.get_running_loop()
-            stopping.append(lambda: loop.call_soon_threadsafe(stop.set))  # type: ignore[func-returns-value]
-            await self._serve(served, stop, ready.set)
+            await self._serve(served, stop, lambda: started.set_result(partial(loop.call_soon_threadsafe, stop.set)))
 
-        def target() -> None:
+        with ThreadPoolExecutor(1, thread_name_prefix="server") as thread:
+            running = thread.submit(lambda: asyncio.run(until_stopped()))
+            wait((started, running), return_when=FIRST_COMPLETED)
             try:
-                asyncio.run(until_stopped())
-            except BaseException as error:  # raised in the caller's thread below
-                failed.append(error)
+                if started.done():
+                    yield self.address
             finally:
-                ready.set()
-
-        thread = threading.Thread(target=target, name="server", daemon=True)
-        thread.start()
-        ready.wait()
-        try:
-            if not failed:
-                yield self.address
-        finally:
-            if not failed:
-                stopping[0]()
-            thread.join()
-        if failed:
-            raise failed[0]
+                if not running.done():
+                    started.result()()
+                running.result()
 
     async def _serve(self, served: ServedPolicy, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         settings = self.settings

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-for package in ("websockets", "msgpack", "openpi_client"):
-    pytest.importorskip(package)
-
-from soma_lightning.envs import SomaTable  # noqa: E402
-from soma_lightning.models import PI05Config, PI05Policy  # noqa: E402
+from soma_lightning.envs import SomaTable
+from soma_lightning.models import PI05Config, PI05Policy
 
 
 @pytest.fixture(scope="session")

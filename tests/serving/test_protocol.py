@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pickle
 
+import msgpack
 import numpy as np
 import pytest
+from openpi_client import msgpack_numpy as openpi
 
-msgpack = pytest.importorskip("msgpack")
-openpi = pytest.importorskip("openpi_client.msgpack_numpy")
-
-from soma_lightning.serving.protocol import pack, unpack  # noqa: E402
+from soma_lightning.serving.protocol import pack, unpack
 
 
 def array(**changes: object) -> bytes:

@@ -231,6 +231,15 @@ def test_the_end_closes_connections_and_gives_the_port_back() -> None:
     PolicyServer(ServerSettings(port=port)).close()
 
 
+def test_what_stops_a_server_in_a_thread_is_raised_here() -> None:
+    offered = ServedPolicy(StatePolicy(), "state", PolicySettings())
+    first = PolicyServer(ServerSettings(port=0))
+    second = PolicyServer(ServerSettings(port=first.port))  # bound before the first one listens
+    with first.in_background(offered), pytest.raises(OSError, match="in use"), second.in_background(offered):
+        pytest.fail("two servers listen on one port")
+    second.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
