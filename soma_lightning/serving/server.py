@@ -101,7 +101,7 @@ class PolicyServer:
     @contextmanager
     def in_background(self, served: ServedPolicy) -> Iterator[str]:
         """Serves from a thread within the block, which gets the address. Raises what stopped the server."""
-        started: Future[Callable[[], object]] = Future()  # how to stop it
+        started: Future[Any] = Future()  # how to stop it
 
         async def until_stopped() -> None:
             stop, loop = asyncio.Event(), asyncio.get_running_loop()
