@@ -14,7 +14,7 @@ LAYERS = (
     ("models", "strategy"),
     ("modules", "data"),
     ("envs",),
-    ("rl", "evaluation", "plots"),
+    ("rl", "evaluation", "serving", "plots"),
     ("cli",),
 )
 LAYER_OF = {name: index for index, names in enumerate(LAYERS) for name in names}
