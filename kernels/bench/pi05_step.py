@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:kernels python kernels/bench/pi05_step.py --lerobot SITE --out docs/benchmarks
 
-writes `pi05_step.json` and `pi05_step.md`. SITE is a folder of Python packages with lerobot and the transformers that it
-needs: lerobot runs in processes of its own that see these first. All contenders load the same random weights (9 GB in
---scratch) and take the same batches; losses and gradient norms of the first step must agree before any time is shown.
+writes `pi05_step.json` and `pi05_step.md`. SITE is a folder of Python packages with lerobot and the transformers that
+it needs: lerobot runs in processes of its own that see these first. All contenders load the same random weights (9 GB
+in --scratch) and take the same batches; losses and gradient norms of the first step must agree before any time is shown.
 Exit status 1 if they do not. Without SITE ours is measured alone; `--size tiny --device cpu` then runs in seconds.
 """
 

@@ -188,7 +188,7 @@ class Ours(Contender):
         from soma_lightning.models.pi05.checkpoint import load_weights
         from soma_lightning.models.pi05.config import PI05Config
         from soma_lightning.models.pi05.model import PI05Model
-        from soma_lightning.optim import FusedAdamW
+        from soma_lightning.optim.fused_adamw import FusedAdamW
 
         torch.set_float32_matmul_precision("high")
         changes: dict[str, Any] = {"dtype": "bfloat16", "islands": islands}
