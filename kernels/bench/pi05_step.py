@@ -4,8 +4,8 @@
 
 writes `pi05_step.json` and `pi05_step.md`. SITE is a folder of Python packages with lerobot and the transformers that
 it needs: lerobot runs in processes of its own that see these first. All contenders load the same random weights (9 GB
-in --scratch) and take the same batches; losses and gradient norms of the first step must agree before any time is shown.
-Exit status 1 if they do not. Without SITE ours is measured alone; `--size tiny --device cpu` then runs in seconds.
+in --scratch) and take the same batches; losses and gradient norms of the first step must agree before any time is
+shown. Exit status 1 if they do not. Without SITE ours is measured alone; `--size tiny --device cpu` then takes seconds.
 """
 
 from __future__ import annotations
