@@ -55,6 +55,9 @@ CONTENDERS = {
     "lerobot compiled": Contender("lerobot", {"compile_mode": "default"}, "the same with `compile_model`"),
     "ours, lerobot islands": Contender("ours", {}, "the same dtypes: vision tower and norms in fp32"),
     "ours": Contender("ours", {"islands": "openpi"}, "openpi's dtypes: the vision tower's layers in bf16, too"),
+    "ours, compiled": Contender(
+        "ours", {"islands": "openpi", "bucket": 32}, "the layers compiled, prompts padded to 64 of the 200 tokens"
+    ),
     "ours, cached": Contender("ours", {"islands": "openpi", "cached": True}, "frozen features on the device"),
 }
 

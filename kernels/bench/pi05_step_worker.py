@@ -180,10 +180,20 @@ class LeRobot(Contender):
 
 
 class Ours(Contender):
-    """settings: islands, "lerobot" or "openpi"; cached: frozen features are computed once for a batch."""
+    """settings: islands, "lerobot" or "openpi"; cached: frozen features are computed once for a batch.
+
+    bucket: of compiled layers; None for eager ones.
+    """
 
     def __init__(
-        self, folder: Path, size: str, device: torch.device, islands: str = "lerobot", *, cached: bool = False
+        self,
+        folder: Path,
+        size: str,
+        device: torch.device,
+        islands: str = "lerobot",
+        *,
+        cached: bool = False,
+        bucket: int | None = None,
     ) -> None:
         from soma_lightning.models.pi05.checkpoint import load_weights
         from soma_lightning.models.pi05.config import PI05Config
@@ -199,6 +209,8 @@ class Ours(Contender):
             self.model = PI05Model(config)
         load_weights(self.model, folder, device)
         self.model.train()
+        if bucket is not None:
+            self.model.compile_layers(bucket)
         self.shape = SHAPES[size]
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = FusedAdamW(self.trained, lr=2.5e-5, betas=(0.9, 0.95), weight_decay=0.01, master_weights=True)

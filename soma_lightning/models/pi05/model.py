@@ -10,7 +10,7 @@ tokens, R image resolution.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,20 @@ class PI05Model(nn.Module):
     def frozen_modules(self) -> list[nn.Module]:
         """The largest modules of which no parameter trains; they stay in eval mode."""
         return list(_frozen(self))
+
+    def compile_layers(self, bucket: int = 32, **options: Any) -> None:
+        """Compiles vision, language and expert layers: each kind once for a shape, because its layers share the code.
+
+        bucket: compact prefixes are padded to multiples of this many prompt tokens, so that few shapes occur; exact,
+        as all padding. options: of torch.compile. Call it when the parameters are where they stay; copies of the model
+        that are made later would run the layers of this one.
+        """
+        if bucket < 1:
+            raise ValueError(f"bucket={bucket} must be at least 1 token")
+        self.prefix.bucket = bucket
+        for module in self.modules():
+            if type(module).__name__ in self._no_split_modules:
+                module.forward = torch.compile(module.forward, dynamic=False, **options)
 
     def trainable_names(self) -> list[str]:
         """Names of the parameters that train."""

@@ -158,6 +158,8 @@ class PI05Prefix(nn.Module):
         self.image_tokens = config.image_tokens
         self.image_resolution = config.image_resolution
         self.head_dim = config.language.head_dim
+        #: Compact sequences are padded to a multiple of this many prompt tokens, so that few lengths occur.
+        self.bucket = 1
         self.paligemma = PaliGemmaModel(paligemma_config(config))
         language = self.paligemma.language_model
         language.layers = nn.ModuleList(PrefixLayer(layer) for layer in language.layers)
@@ -240,7 +242,7 @@ class PI05Prefix(nn.Module):
             raise ValueError(f"row {row} has neither a readable image nor a readable prompt token; every row needs one")
         cameras = [c for c in range(C) if some[c] or not compact]
         rows = [None if all_rows[c] else image_masks[c] for c in range(C)]
-        num_prompt_tokens = last_column if compact else L
+        num_prompt_tokens = min(L, _rounded_up(last_column, self.bucket)) if compact else L
         valid = torch.cat([cameras_BC[:, cameras].repeat_interleave(self.image_tokens, 1), token_mask], dim=1)
         valid = valid[:, : len(cameras) * self.image_tokens + num_prompt_tokens].to(device)
         lengths = lengths.to(device)
@@ -248,11 +250,12 @@ class PI05Prefix(nn.Module):
         if not compact:
             positions = (valid.cumsum(1) - 1).clamp_(min=0)
             return _Packing(cameras, rows, num_prompt_tokens, None, mask, positions, lengths)
-        order = None
+        order, width = None, valid.shape[1]
         if not (right_padded and all(all_rows[c] for c in cameras)):
-            order = valid.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :longest]
-            mask = None if shortest == longest else torch.arange(longest, device=device) < lengths[:, None]
-        positions = torch.arange(longest, device=device)[None]
+            width = min(width, _rounded_up(longest, self.bucket))
+            order = valid.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]
+            mask = None if shortest == width else torch.arange(width, device=device) < lengths[:, None]
+        positions = torch.arange(width, device=device)[None]
         return _Packing(cameras, rows, num_prompt_tokens, order, mask, positions, lengths)
 
     def _check(self, images: list[Tensor], image_masks: list[Tensor], tokens: Tensor, token_mask: Tensor) -> None:
@@ -272,6 +275,10 @@ class PI05Prefix(nn.Module):
                 raise ValueError(f"images[{c}] must be [B, 3, R, R] = {(B, 3, R, R)}, got {tuple(image.shape)}")
             if mask.shape != (B,):
                 raise ValueError(f"image_masks[{c}] must be [B] = {(B,)}, got {tuple(mask.shape)}")
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _readable(image: Tensor, rows: Tensor | None, device: torch.device) -> Tensor:
