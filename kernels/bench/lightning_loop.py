@@ -45,6 +45,7 @@ from bench.report import (
 )
 from bench.timing import Budget, Timing, copy_bandwidth
 from bench.trace import END, GRADIENTS, START, StepProfile, mark, read_trace, step_profile
+from bench.trainer import bare_trainer
 
 LAUNCH = "PYTHONPATH=.:kernels python kernels/bench/lightning_loop.py"
 STRATEGIES = ("auto", "somaspeed")
@@ -237,20 +238,15 @@ def train(strategy: str, size: Size, device: torch.device, *, profiled: bool) ->
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json" if profiled else None
         recorder = Recorder(size, device, trace)
-        trainer = pl.Trainer(
+        trainer = bare_trainer(
+            device,
+            folder,
+            size.steps,
             strategy=strategy,
-            accelerator="gpu" if device.type == "cuda" else "cpu",
-            devices=1,
             precision="bf16-mixed",
             gradient_clip_val=1.0,
-            max_steps=size.steps,
             max_epochs=1,
             callbacks=[recorder],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
         )
         trainer.fit(model, DataLoader(Tokens(size), batch_size=size.batch, pin_memory=device.type == "cuda"))
         measured = None if trace is None else step_profile(read_trace(trace))

@@ -25,6 +25,7 @@ import lightning.pytorch as pl
 import torch
 
 from bench.report import available_device, current_commit, environment, make_folder, measured_on, write_json, write_text
+from bench.trainer import bare_trainer
 from soma_lightning.data.datamodule import LeRobotDataModule
 from soma_lightning.modules.base import TrainingConfig
 from soma_lightning.modules.pi05 import PI05Module
@@ -106,20 +107,15 @@ def train(size: Literal["base", "tiny"], chosen: argparse.Namespace, device: tor
     )
     recorder = Steps(chosen.steps)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
+        trainer = bare_trainer(
+            device,
+            folder,
+            chosen.steps + 1,
             strategy="somaspeed",
-            accelerator="gpu" if device.type == "cuda" else "cpu",
-            devices=1,
             gradient_clip_val=1.0,
-            max_steps=chosen.steps + 1,
             limit_val_batches=0,
             log_every_n_steps=1,
             callbacks=[recorder],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
         )
         if device.type == "cuda":
             torch.cuda.empty_cache()

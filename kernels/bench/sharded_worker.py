@@ -33,6 +33,7 @@ from bench.sharded_trace import busy_times
 from bench.sharded_traffic import Traffic, count_ddp, counted, gather_bandwidth, norm_sum_alone_us
 from bench.timing import synchronize
 from bench.trace import read_trace
+from bench.trainer import bare_trainer
 
 
 @dataclass(frozen=True)
@@ -185,21 +186,17 @@ def run(job: Job, problem: Problem, rank: int) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(job.steps, device, Path(folder) / "trace.json")
-        trainer = pl.Trainer(
+        trainer = bare_trainer(
+            device,
+            folder,
+            job.steps.total,
             strategy=contender.strategy(problem),
-            accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=job.world,
             precision="bf16-mixed",
             gradient_clip_val=MAX_NORM,
-            max_steps=job.steps.total,
             max_epochs=1,
             callbacks=[recorder],
             use_distributed_sampler=False,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
         )
         trainer.fit(module, DataLoader(range(job.steps.total), batch_size=1))  # type: ignore[arg-type]
         busy = recorder.busy()

@@ -95,8 +95,6 @@ class LiberoExpert(ScriptedExpert):
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> dict[str, TaskSpec]:
-        if "suite" not in settings:
-            raise ValueError(f"environment 'libero' needs suite=, one of {', '.join(EXPERT_TASKS)}")
         suite = LiberoSuite(settings["suite"], assets_root=settings.get("assets_root"))
         chosen = select_tasks(suite.tasks, settings.get("task_numbers"))
         numbers = EXPERT_TASKS.get(suite.name, ())

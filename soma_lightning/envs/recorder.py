@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from soma_lightning.envs.base import MAIN_IMAGE, WRIST_IMAGE, DisturbanceModel, state_of
+from soma_lightning.envs.base import MAIN_IMAGE, WRIST_IMAGE, DisturbanceModel, ScriptedExpert, state_of
 from soma_lightning.envs.registry import EnvSpec, expert_class
 
 _NOISE_PURPOSE = 2  # first word of the noise seeds; init states use 1
@@ -69,6 +69,14 @@ class Disturbance:
         self._push_steps_left -= 1
         return np.asarray(self._correlated + self._push)
 
+    def step_of(self, expert: ScriptedExpert) -> tuple[np.ndarray, np.ndarray]:
+        """The expert's next action, and what is executed: the same with this step's disturbance. float32 [7] each."""
+        may_be_pushed = expert.may_be_pushed()  # before the action, which may end a phase
+        action = expert.act()
+        executed = action.copy()
+        executed[:6] += self.draw(may_be_pushed=may_be_pushed)
+        return action, executed
+
 
 class Recorder:
     """Makes demonstrations in one environment. A result depends on (seed, noise, task, index) alone.
@@ -92,12 +100,9 @@ class Recorder:
         disturbance = Disturbance(self._noise, np.random.default_rng(seed), self._expert.disturbance)
         observations, actions = [], []
         while True:
-            may_be_pushed = self._expert.may_be_pushed()
-            action = self._expert.act()
+            action, executed = disturbance.step_of(self._expert)
             observations.append(env.observe())
             actions.append(action)
-            executed = action.copy()
-            executed[:6] += disturbance.draw(may_be_pushed=may_be_pushed)
             outcome = env.step(executed)
             if outcome.done:
                 break

@@ -5,37 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from bench import pi05_batches
-from soma_lightning.data.lerobot_writer import LeRobotWriter
-
-IMAGE = {"dtype": "image", "shape": [64, 64, 3], "names": ["height", "width", "channel"]}
-FEATURES = {
-    "observation.images.image": IMAGE,
-    "observation.images.image2": IMAGE,
-    "observation.state": {"dtype": "float32", "shape": [8], "names": None},
-    "action": {"dtype": "float32", "shape": [7], "names": None},
-}
+from tests.recordings import record_noise
 
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
     """Two episodes of ten frames."""
-    draw = np.random.default_rng(0)
-    with LeRobotWriter(tmp_path / "set", features=FEATURES) as writer:
-        for _ in range(2):
-            images = draw.integers(0, 256, (10, 64, 64, 3), dtype=np.uint8)
-            frames = {
-                "observation.images.image": images,
-                "observation.images.image2": images,
-                "observation.state": draw.normal(size=(10, 8)).astype(np.float32),
-                "action": np.tanh(draw.normal(size=(10, 7))).astype(np.float32),
-            }
-            writer.add_episode(frames, "pick up the cube")
-    return tmp_path / "set"
+    return record_noise(tmp_path / "set", episodes=2, length=10)
 
 
 def options(data: Path, out: Path, device: torch.device, steps: int) -> list[str]:

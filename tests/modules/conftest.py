@@ -7,36 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 
 from soma_lightning.data import LeRobotDataModule
-from soma_lightning.data.lerobot_writer import LeRobotWriter
 from soma_lightning.modules import PI05Module
 from soma_lightning.modules.base import TrainingConfig
-
-IMAGE = {"dtype": "image", "shape": [64, 64, 3], "names": ["height", "width", "channel"]}
-FEATURES = {
-    "observation.images.image": IMAGE,
-    "observation.images.image2": IMAGE,
-    "observation.state": {"dtype": "float32", "shape": [8], "names": None},
-    "action": {"dtype": "float32", "shape": [7], "names": None},
-}
+from tests.recordings import record_noise
 
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six episodes of twelve frames with random images, states and actions."""
-    root, draw = tmp_path_factory.mktemp("data") / "set", np.random.default_rng(0)
-    with LeRobotWriter(root, features=FEATURES) as writer:
-        for _ in range(6):
-            images = draw.integers(0, 256, (2, 12, 64, 64, 3), dtype=np.uint8)
-            state = draw.normal(size=(12, 8)).astype(np.float32)
-            action = np.tanh(draw.normal(size=(12, 7))).astype(np.float32)
-            frames = {"observation.images.image": images[0], "observation.images.image2": images[1]}
-            writer.add_episode({**frames, "observation.state": state, "action": action}, "pick up the cube")
-    return root
+    return record_noise(tmp_path_factory.mktemp("data") / "set", episodes=6, length=12)
 
 
 @pytest.fixture
