@@ -1,4 +1,4 @@
-"""What does a training step of full-size pi0.5 cost, ours against lerobot's, expert only, on one GPU?
+"""What do a training step and action sampling of full-size pi0.5 cost on one GPU, ours and lerobot's, expert only?
 
     PYTHONPATH=.:kernels python kernels/bench/pi05_step.py --lerobot SITE --out docs/benchmarks
 
@@ -38,7 +38,7 @@ from bench.report import (
 
 LAUNCH = "PYTHONPATH=.:kernels python kernels/bench/pi05_step.py"
 #: Relative differences to the first contender: both compute in bf16, in another order.
-LOSS_BOUND, NORM_BOUND = 0.02, 0.10
+LOSS_BOUND, NORM_BOUND, ACTION_BOUND = 0.02, 0.10, 0.10
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,15 @@ class Contender:
 CONTENDERS = {
     "lerobot": Contender("lerobot", {}, "lerobot 0.6.1, eager, bf16 with its fp32 islands, torch's fused AdamW"),
     "lerobot compiled": Contender("lerobot", {"compile_mode": "default"}, "the same with `compile_model`"),
-    "ours, lerobot islands": Contender("ours", {}, "the same dtypes: vision tower and norms in fp32"),
-    "ours": Contender("ours", {"islands": "openpi"}, "openpi's dtypes: the vision tower's layers in bf16, too"),
-    "ours, compiled": Contender(
-        "ours", {"islands": "openpi", "bucket": 32}, "the layers compiled, prompts padded to 64 of the 200 tokens"
+    "lerobot's islands": Contender(
+        "ours", {"islands": "lerobot", "graphs": True}, "ours with the vision tower in fp32"
     ),
-    "ours, cached": Contender("ours", {"islands": "openpi", "cached": True}, "frozen features on the device"),
+    "stock layers": Contender("ours", {"fused": False}, "ours, eager, frozen layers as stock modules in bf16"),
+    "stock layers compiled": Contender("ours", {"fused": False, "bucket": 32}, "the same, every layer compiled"),
+    "ours eager": Contender("ours", {}, "frozen layers by our kernels in bf16"),
+    "ours": Contender("ours", {"graphs": True}, "the same, the expert's passes as CUDA graphs"),
+    "ours fp8": Contender("ours", {"graphs": True, "fp8": True}, "the same, the frozen backbone in fp8"),
+    "ours cached": Contender("ours", {"graphs": True, "cached": True}, "frozen features on the device"),
 }
 
 
@@ -78,7 +81,8 @@ def run(job: Job, packages: str | None, folder: Path, seconds: float) -> list[Ro
     except subprocess.TimeoutExpired:
         problem = f"not done after {seconds:.0f} s"
     rows = [Row(**row) for row in json.loads(found.read_text())] if found.exists() else []
-    return [*rows, Row(job.rows[len(rows)], note=problem[:200])] if problem and len(rows) < len(job.rows) else rows
+    wanted = job.all_rows
+    return [*rows, Row(wanted[len(rows)], note=problem[:200])] if problem and len(rows) < len(wanted) else rows
 
 
 def disagreements(results: dict[str, list[Row]]) -> list[str]:
@@ -98,15 +102,23 @@ def disagreements(results: dict[str, list[Row]]) -> list[str]:
             ):
                 if not abs(got - expected) <= bound * abs(expected):
                     wrong.append(f"{name}, {row.rows} rows: {what} {got:.5g}, {first} has {expected:.5g}")
+    for name, rows in results.items():
+        wrong += [
+            f"{name}, {row.rows} rows: actions are {row.action_error:.3g} off, relative"
+            for row in rows
+            if row.action_error is not None and not row.action_error <= ACTION_BOUND
+        ]
     return wrong
 
 
-def table(results: dict[str, list[Row]]) -> str:
-    """A row for each contender and batch size, with the speed over the first contender of that size."""
+def step_table(results: dict[str, list[Row]]) -> str:
+    """Training steps: a row for each contender and batch size, with the speed over the first contender of that size."""
     base = {row.rows: median(row.step) for row in next(iter(results.values())) if row.step}
     lines = []
     for name, rows in results.items():
         for row in rows:
+            if not row.step and row.note is None:
+                continue
             if not row.step:
                 lines.append([name, str(row.rows), *["-"] * 5, row.note or ""])
                 continue
@@ -119,10 +131,30 @@ def table(results: dict[str, list[Row]]) -> str:
     return markdown_table(headers, lines)
 
 
+def sample_table(results: dict[str, list[Row]]) -> str:
+    """Action sampling: times, and how far the actions are from the first contender's."""
+    base = {row.rows: median(row.sample) for row in next(iter(results.values())) if row.sample}
+    lines = []
+    for name, rows in results.items():
+        for row in rows:
+            if row.sample:
+                took = median(row.sample)
+                over = f"{base[row.rows] / took:.2f}" if row.rows in base else "-"
+                error = "-" if row.action_error is None else f"{row.action_error:.2g}"
+                lines.append([name, str(row.rows), f"{took:.1f}", over, error])
+    return markdown_table(["contender", "rows", "sampling ms", "over the first", "difference of actions"], lines)
+
+
+def backbone_table(results: dict[str, list[Row]]) -> str:
+    """Memory of the frozen parameters."""
+    found = {name: rows[0].backbone for name, rows in results.items() if rows and rows[0].backbone is not None}
+    return markdown_table(["contender", "frozen GiB"], [[name, f"{size / 2**30:.2f}"] for name, size in found.items()])
+
+
 def page(facts: dict[str, str], results: dict[str, list[Row]]) -> str:
     """The Markdown page."""
     who = "\n".join(f"- **{name}**: {CONTENDERS[name].what}." for name in results)
-    return f"""# A training step of full-size pi0.5
+    return f"""# Training steps and action sampling of full-size pi0.5
 
 Generated by `kernels/bench/pi05_step.py`; every sample is in `pi05_step.json` beside it.
 
@@ -132,7 +164,14 @@ Expert only, random weights, two cameras of 256 pixels and a prompt of 60 tokens
 lies on the device, tokenizing is not timed. A step is forward, backward, clipping at norm 1 and AdamW; forward alone is
 without gradients. Medians; peak memory of the timed steps.
 
-{table(results)}
+{step_table(results)}
+
+Sampling is the prefix and ten Euler steps. The difference is relative, by root-mean-square, of actions from the same
+noise.
+
+{sample_table(results)}
+
+{backbone_table(results)}
 
 {who}
 """
@@ -146,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--size", choices=["base", "tiny"], default="base")
     parser.add_argument("--rows", nargs="+", type=int, default=[32, 8, 64])
+    parser.add_argument("--sample-rows", nargs="*", type=int, default=[1, 8, 32], help="batch sizes of action sampling")
     parser.add_argument("--seconds", type=float, default=200.0, help="that one contender may take")
     parser.add_argument("--scratch", type=Path, help="folder for the weights; a temporary one when left out")
     parser.add_argument("--device", default="cuda")
@@ -161,10 +201,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             contender = CONTENDERS[name]
             if contender.kind == "lerobot" and chosen.lerobot is None:
                 continue
-            job = Job(name, contender.kind, folder, chosen.rows, chosen.size, chosen.device, contender.settings)
+            job = Job(
+                name,
+                contender.kind,
+                folder,
+                chosen.rows,
+                [] if contender.settings.get("cached") else chosen.sample_rows,
+                chosen.size,
+                chosen.device,
+                contender.settings,
+            )
             packages = chosen.lerobot if contender.kind == "lerobot" else None
             results[name] = run(job, packages, Path(folder), chosen.seconds)
-            print(table({name: results[name]}).splitlines()[-len(results[name])], file=sys.stderr, flush=True)
+            print("\n".join(step_table({name: results[name]}).splitlines()[2:]), file=sys.stderr, flush=True)
     if wrong := disagreements(results):
         print("\n".join(wrong))
         return 1
@@ -173,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         {"environment": facts, **{name: [asdict(row) for row in rows] for name, rows in results.items()}},
     )
     write_text(chosen.out / "pi05_step.md", page(facts, results))
-    print(table(results))
+    print(step_table(results), sample_table(results), backbone_table(results), sep="\n\n")
     return 0
 
 

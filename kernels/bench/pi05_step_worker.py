@@ -21,6 +21,7 @@ from torch import Tensor
 from bench.timing import Budget, Timing, time_on_device
 
 ACTION_DIM = 7
+NUM_STEPS = 10
 CAMERAS = ("observation.images.image", "observation.images.image2")
 ADAPTIVE_STD = 0.02  # public start values make the expert an identity, which would hide mistakes
 BUDGET = Budget(repeats=15, seconds=2.0, limit=8.0, warmup=3)
@@ -29,15 +30,25 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures. folder: where the weights lie. kind: "lerobot" or "ours"; settings: of that kind."""
+    """What one process measures.
+
+    folder: where the weights lie, and the actions that contenders are compared with. kind: "lerobot" or "ours";
+    settings: of that kind. rows: batch sizes of training steps; sample_rows: of action sampling.
+    """
 
     name: str
     kind: str
     folder: str
     rows: list[int]
+    sample_rows: list[int]
     size: str = "base"
     device: str = "cuda"
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def all_rows(self) -> list[int]:
+        """Every batch size once, those of training first."""
+        return list(dict.fromkeys([*self.rows, *self.sample_rows]))
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,11 @@ SHAPES = {"base": Shape(256, 224, (60, 200), 50, 32), "tiny": Shape(80, 64, (9, 
 
 @dataclass
 class Row:
-    """One batch size. loss, grad_norm: of the first step. Times in milliseconds; memory in bytes; note: why not."""
+    """One batch size. Times in milliseconds; memory in bytes; note: why not.
+
+    loss, grad_norm: of the first step. action_error: of sampled actions against the first contender's, relative RMS.
+    backbone: bytes of the frozen parameters.
+    """
 
     rows: int
     note: str | None = None
@@ -70,6 +85,9 @@ class Row:
     step: tuple[float, ...] = ()
     forward: tuple[float, ...] = ()
     peak: int | None = None
+    sample: tuple[float, ...] = ()
+    action_error: float | None = None
+    backbone: int | None = None
 
 
 class Contender:
@@ -83,8 +101,16 @@ class Contender:
         """Clips at norm 1, steps, drops the gradients; returns the gradient norm, 0-d."""
         raise NotImplementedError
 
+    def actions(self, inputs: Inputs) -> Tensor:
+        """Actions sampled in NUM_STEPS steps from the inputs' noise, [rows, H, ACTION_DIM]."""
+        raise NotImplementedError
+
     def prepare(self, inputs: Inputs) -> None:
         """Whatever may be done once for a batch."""
+
+    def frozen_bytes(self) -> int:
+        """Memory of what does not train."""
+        raise NotImplementedError
 
 
 def make_inputs(shape: Shape, rows: int, device: torch.device) -> Inputs:
@@ -169,6 +195,19 @@ class LeRobot(Contender):
         found: Tensor = self.policy(batch)[0]
         return found
 
+    def actions(self, inputs: Inputs) -> Tensor:
+        batch = {
+            **{name: inputs[name] for name in CAMERAS},
+            "observation.language.tokens": inputs["tokens"],
+            "observation.language.attention_mask": inputs["token_mask"],
+        }
+        found: Tensor = self.policy.predict_action_chunk(batch, noise=inputs["noise"], num_steps=NUM_STEPS)
+        self.policy.train()
+        return found
+
+    def frozen_bytes(self) -> int:
+        return sum(p.nbytes for p in self.policy.parameters() if not p.requires_grad)
+
     def update(self) -> Tensor:
         norm = torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
@@ -182,7 +221,8 @@ class LeRobot(Contender):
 class Ours(Contender):
     """settings: islands, "lerobot" or "openpi"; cached: frozen features are computed once for a batch.
 
-    bucket: of compiled layers; None for eager ones.
+    fused: the frozen layers' kernels, instead of stock modules. fp8: the frozen backbone in fp8. bucket: of compiled
+    layers; None for eager ones. graphs: the expert's passes as CUDA graphs.
     """
 
     def __init__(
@@ -190,10 +230,13 @@ class Ours(Contender):
         folder: Path,
         size: str,
         device: torch.device,
-        islands: str = "lerobot",
+        islands: str = "openpi",
         *,
         cached: bool = False,
+        fused: bool = True,
+        fp8: bool = False,
         bucket: int | None = None,
+        graphs: bool = False,
     ) -> None:
         from soma_lightning.models.pi05.checkpoint import load_weights
         from soma_lightning.models.pi05.config import PI05Config
@@ -209,8 +252,13 @@ class Ours(Contender):
             self.model = PI05Model(config)
         load_weights(self.model, folder, device)
         self.model.train()
+        self.model.prefix.fuse_frozen = fused
+        if fp8:
+            self.model.quantize_frozen()
         if bucket is not None:
             self.model.compile_layers(bucket)
+        if graphs and device.type == "cuda":  # a tiny run on a CPU has none
+            self.model.use_cuda_graphs()
         self.shape = SHAPES[size]
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = FusedAdamW(self.trained, lr=2.5e-5, betas=(0.9, 0.95), weight_decay=0.01, master_weights=True)
@@ -247,6 +295,14 @@ class Ours(Contender):
         errors = self.model.flow_loss(prefix, actions, inputs["noise"], inputs["time"])
         return errors[..., :ACTION_DIM].mean()
 
+    @torch.no_grad()
+    def actions(self, inputs: Inputs) -> Tensor:
+        prefix = self._encoded(inputs) if self._prefix is None else self._prefix
+        return self.model.sample_actions(prefix, inputs["noise"], NUM_STEPS)[..., :ACTION_DIM]
+
+    def frozen_bytes(self) -> int:
+        return sum(x.nbytes for x in self.model.prefix.state_dict().values())
+
     def update(self) -> Tensor:
         self.optimizer.clip(max_norm=1.0)
         self.optimizer.step()
@@ -257,28 +313,55 @@ class Ours(Contender):
 KINDS: Mapping[str, Callable[..., Contender]] = {"lerobot": LeRobot, "ours": Ours}
 
 
-def measure(contender: Contender, shape: Shape, rows: int, device: torch.device) -> Row:
-    """The first step's loss and gradient norm, then times and memory."""
+def measure(contender: Contender, job: Job, rows: int, device: torch.device) -> Row:
+    """One batch size: a training step, action sampling, or both, as the job says."""
+    row = Row(rows, backbone=contender.frozen_bytes())
     try:
-        inputs = make_inputs(shape, rows, device)
+        inputs = make_inputs(SHAPES[job.size], rows, device)
         contender.prepare(inputs)
-        loss = contender.loss(inputs)
-        loss.backward()  # type: ignore[no-untyped-call]
-        row = Row(rows, loss=float(loss), grad_norm=float(contender.update()))
-        del loss
-
-        def step() -> None:
-            contender.loss(inputs).backward()  # type: ignore[no-untyped-call]
-            contender.update()
-
-        _reset_peak(device)
-        row.step = _times(time_on_device(step, device, BUDGET))
-        row.peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        with torch.no_grad():
-            row.forward = _times(time_on_device(lambda: _run(contender, inputs), device, BUDGET))
+        if rows in job.sample_rows:
+            _measure_sampling(contender, inputs, row, Path(job.folder) / f"actions_{rows}.safetensors", device)
+        if rows in job.rows:
+            _measure_step(contender, inputs, row, device)
     except torch.OutOfMemoryError:
-        return Row(rows, note="out of memory")
+        row.note = "out of memory"
     return row
+
+
+def _measure_step(contender: Contender, inputs: Inputs, row: Row, device: torch.device) -> None:
+    """The first step's loss and gradient norm, then times and memory."""
+    loss = contender.loss(inputs)
+    loss.backward()  # type: ignore[no-untyped-call]
+    row.loss, row.grad_norm = float(loss), float(contender.update())
+    del loss
+
+    def step() -> None:
+        contender.loss(inputs).backward()  # type: ignore[no-untyped-call]
+        contender.update()
+
+    step()
+    _reset_peak(device)
+    row.step = _times(time_on_device(step, device, BUDGET))
+    row.peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    with torch.no_grad():
+        row.forward = _times(time_on_device(lambda: _run(contender, inputs), device, BUDGET))
+
+
+def _measure_sampling(contender: Contender, inputs: Inputs, row: Row, file: Path, device: torch.device) -> None:
+    """How far the actions are from the first contender's, which are kept in `file`; then times."""
+    from safetensors.torch import load_file, save_file
+
+    actions = contender.actions(inputs).float().cpu().contiguous()
+    if file.exists():
+        first = load_file(file)["actions"]
+        row.action_error = float((actions - first).square().mean().sqrt() / first.square().mean().sqrt())
+    else:
+        save_file({"actions": actions}, file)
+    row.sample = _times(time_on_device(lambda: _sample(contender, inputs), device, BUDGET))
+
+
+def _sample(contender: Contender, inputs: Inputs) -> None:
+    contender.actions(inputs)
 
 
 def _run(contender: Contender, inputs: Inputs) -> None:
@@ -296,11 +379,11 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def results(job: Job) -> Iterator[Row]:
-    """One row a batch size, each with the weights of the file."""
+    """One row a batch size, each with the weights of the file (actions are sampled before they train)."""
     device = torch.device(job.device)
-    for rows in job.rows:
+    for rows in job.all_rows:
         contender = KINDS[job.kind](Path(job.folder), job.size, device, **job.settings)
-        yield measure(contender, SHAPES[job.size], rows, device)
+        yield measure(contender, job, rows, device)
         del contender
         _reset_peak(device)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.config import PI05Config, changed_config
 from soma_lightning.models.pi05.folder import check_replaceable
-from soma_lightning.models.pi05.policy import PI05Policy, changed_config
+from soma_lightning.models.pi05.policy import PI05Policy
 from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
 from soma_lightning.optim.masters import has_masters
 
@@ -20,6 +20,7 @@ class PI05Module(PolicyModule):
     size: "base" (public sizes, also what None means) or "tiny"; only for a model without `pretrained`.
     config: changes to the configuration of the checkpoint or size, e.g. {"dtype": "bfloat16"}.
     trainable: "expert" (expert, action and time projections) or "all".
+    frozen_precision: "fp8" stores the frozen backbone of `pretrained` in fp8 and runs its products there.
     statistics: "data" takes the data module's, "checkpoint" keeps those saved with `pretrained`.
     training: optimizer, schedule and objective.
     """
@@ -31,6 +32,7 @@ class PI05Module(PolicyModule):
         size: Literal["base", "tiny"] | None = None,
         config: dict[str, Any] | None = None,
         trainable: Literal["expert", "all"] = "expert",
+        frozen_precision: Literal["fp8"] | None = None,
         statistics: Literal["data", "checkpoint"] = "data",
         training: TrainingConfig = PUBLIC_RECIPE,
     ) -> None:
@@ -39,10 +41,14 @@ class PI05Module(PolicyModule):
             raise ValueError(f"revision={revision!r} has no effect without pretrained; set pretrained to a hub id")
         if pretrained is not None and size is not None:
             raise ValueError(f"size={size!r} has no effect with pretrained={pretrained!r}; leave one of them out")
+        if pretrained is None and frozen_precision is not None:
+            raise ValueError(f"frozen_precision={frozen_precision!r} needs pretrained, from which it is saved again")
         if pretrained is None and statistics == "checkpoint":
             raise ValueError("statistics='checkpoint' needs pretrained; use statistics='data' for a new model")
         if pretrained is not None:
-            policy = PI05Policy.from_pretrained(pretrained, revision=revision, changes=changes)
+            policy = PI05Policy.from_pretrained(
+                pretrained, revision=revision, frozen_precision=frozen_precision, changes=changes
+            )
         else:
             sizes = {"base": PI05Config.base(), "tiny": PI05Config.tiny()}
             policy = PI05Policy(changed_config(sizes[size or "base"], changes))

@@ -158,15 +158,30 @@ def weights_file(path: str | Path) -> Path:
 
 
 def save_weights(
-    model: PI05Model, path: str | Path, layout: CheckpointLayout = "lerobot", optimizer: Optimizer | None = None
+    model: PI05Model,
+    path: str | Path,
+    layout: CheckpointLayout = "lerobot",
+    optimizer: Optimizer | None = None,
+    *,
+    frozen_from: str | Path | None = None,
 ) -> Path:
     """Writes the weights so that lerobot or openpi loads them strictly, tensor by tensor; returns the file.
 
     path: a folder (then `model.safetensors` inside it) or a file name that ends in .safetensors. Dtypes are kept, but
-    `optimizer`'s fp32 masters are written in the place of the bf16 parameters that they belong to.
+    `optimizer`'s fp32 masters are written in the place of the bf16 parameters that they belong to. frozen_from: the
+    checkpoint from which a prefix in fp8 was loaded; the prefix is copied from there.
     """
     masters = {} if optimizer is None else master_values(model, optimizer)
-    return save_state_dict({**model.state_dict(), **masters}, path, layout)
+    frozen = {} if frozen_from is None else _prefix_tensors(model, frozen_from)
+    own = {name: tensor for name, tensor in model.state_dict().items() if not frozen or not name.startswith("prefix.")}
+    return save_state_dict({**own, **masters, **frozen}, path, layout)
+
+
+def _prefix_tensors(model: PI05Model, path: str | Path) -> dict[str, Tensor]:
+    """The prefix of a checkpoint that fits the model, mapped from the file."""
+    tensors = TensorFile(weights_file(path))
+    sources = _fitting(tensors, dict(model.named_parameters()))
+    return {name: tensors.read(key) for name, key in sources.items() if name.startswith("prefix.")}
 
 
 def save_state_dict(state_dict: Mapping[str, Tensor], path: str | Path, layout: CheckpointLayout = "lerobot") -> Path:

@@ -5,29 +5,27 @@ B batch, H action horizon (chunk), A action dimensions of the robot, A_max the m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from soma_lightning.contract import ACTION, IMAGE_PREFIX, STATE, EnvObservation, Statistics, batch_from_observation
 from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.flow import sample_time
 from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights, seed_masters
-from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.config import PI05Config, changed_config
 from soma_lightning.models.pi05.config_files import read_config, write_config
+from soma_lightning.models.pi05.dimensions import check_asked_dims, new_dim
 from soma_lightning.models.pi05.folder import fetch_checkpoint, find_statistics, save_side_files, written_at_once
+from soma_lightning.models.pi05.identity import backbone_hash, check_features_fixed, feature_identity
 from soma_lightning.models.pi05.initialization import initialize_from_scratch
 from soma_lightning.models.pi05.model import PI05Model
 from soma_lightning.models.pi05.prefix import PrefixCache
@@ -63,6 +61,7 @@ class PI05Policy(BasePolicy):
         self.config = config
         self.statistics_source = "none"
         self.loaded_from: Path | None = None
+        self.frozen_precision: Literal["fp8"] | None = None
         self.processor = PI05Processor(
             config, statistics, tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras
         )
@@ -97,8 +96,8 @@ class PI05Policy(BasePolicy):
         kept = {feature: dict(statistics[feature]) for feature in (STATE, ACTION) if feature in statistics}
         config = replace(
             self.config,
-            state_dim=_new_dim("state_dim", self.config.state_dim, kept.get(STATE)),
-            action_dim=_new_dim("action_dim", self.config.action_dim, kept.get(ACTION)),
+            state_dim=new_dim("state_dim", self.config.state_dim, kept.get(STATE)),
+            action_dim=new_dim("action_dim", self.config.action_dim, kept.get(ACTION)),
         )
         old = self.processor
         self.processor = PI05Processor(
@@ -113,7 +112,8 @@ class PI05Policy(BasePolicy):
             for feature, stats in (self.statistics or {}).items()
         }
         config: dict[str, Any] = json.loads(json.dumps(self.config.to_dict()))
-        return {"config": config, "statistics": statistics, "statistics_source": self.statistics_source}
+        facts = {"config": config, "statistics": statistics, "statistics_source": self.statistics_source}
+        return facts if self.frozen_precision is None else {**facts, "frozen_precision": self.frozen_precision}
 
     def report_facts(self) -> dict[str, Any]:
         """What the run report says about this policy (JSON-ready)."""
@@ -140,53 +140,43 @@ class PI05Policy(BasePolicy):
             "on_long_prompt": self.processor.on_long_prompt,
             "loss": f"mean over {dims} action dimensions ({config.loss_dims}), {steps}",
             "dtype": f"{config.dtype} ({config.islands} fp32 islands)",
+            "frozen_precision": self.frozen_precision or config.dtype,
+            "frozen_layers": self.model.prefix.path(),
         }
+
+    def quantize_frozen(self, precision: Literal["fp8"]) -> None:
+        """Stores the frozen backbone in fp8 and runs its matrix products there; it cannot be undone.
+
+        The policy must have been loaded from a checkpoint: from there `save_pretrained` takes the unrounded backbone.
+        Raises ValueError otherwise, for another precision, and as `PI05Model.quantize_frozen`.
+        """
+        if precision != "fp8":
+            raise ValueError(f"frozen_precision={precision!r} is unknown; it is 'fp8', or None for the policy's dtype")
+        if self.loaded_from is None:
+            raise ValueError(
+                "frozen_precision='fp8' needs a policy that was loaded from a checkpoint: its frozen weights are "
+                "rounded here and saved from there"
+            )
+        self.model.quantize_frozen()
+        self.frozen_precision = precision
 
     def frozen_modules(self) -> list[nn.Module]:
         """The largest modules of which no parameter trains."""
         return self.model.frozen_modules()
 
+    # -- frozen features ----------------------------------------------------------------------------------------------
+
     def backbone_hash(self) -> str:
         """SHA-256 of every backbone tensor (the part that trainable="expert" freezes): name, dtype, shape and bytes."""
-        digest = hashlib.sha256()
-        for name, parameter in sorted(self.model.prefix.named_parameters()):
-            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-            values = parameter.detach().cpu().contiguous()
-            digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
-
-    # -- frozen features ----------------------------------------------------------------------------------------------
+        return backbone_hash(self)
 
     def check_features_fixed(self) -> None:
         """Raises ValueError when `encode_features` may change in training, or cannot run on one rank alone."""
-        if self.config.trainable != "expert":
-            raise ValueError(
-                f"a feature cache needs a frozen backbone, but config.trainable={self.config.trainable!r} trains it; "
-                "set trainable='expert', or feature_cache=null"
-            )
-        if any(isinstance(p, DTensor) for p in self.model.prefix.parameters()):
-            raise ValueError(
-                "the frozen backbone is sharded, so no rank can compute features that the others have; set the "
-                "strategy's frozen='replicate', or feature_cache=null"
-            )
+        check_features_fixed(self)
 
     def feature_identity(self) -> dict[str, Any]:
         """Everything but the observations that decides what `encode_features` returns, as JSON values."""
-        config, processor = self.config, self.processor
-        names = ["cameras", "image_resolution", "zero_images", "prompt", "tokenizer_max_length", "dtype"]
-        if config.prompt == "state":
-            names += ["normalization", "normalization_eps"]
-        vocabulary = json.dumps(sorted(processor.prompts.tokenizer.get_vocab().items()))
-        statistics = self.describe()["statistics"].get(STATE) if config.prompt == "state" else None
-        return {
-            "layout": "pi0.5 keys and values, version 1",
-            "backbone": self.backbone_hash(),
-            **json.loads(json.dumps({name: getattr(config, name) for name in names})),
-            "missing_cameras": processor.missing_cameras,
-            "on_long_prompt": processor.on_long_prompt,
-            "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
-            "state_statistics": statistics,
-        }
+        return feature_identity(self)
 
     @torch.no_grad()
     def encode_features(self, batch: Mapping[str, Any]) -> FrozenFeatures:
@@ -384,14 +374,16 @@ class PI05Policy(BasePolicy):
 
         The folder appears whole or not at all; an earlier checkpoint there is replaced. layout: "lerobot", or "openpi"
         (statistics under assets/). optimizer: its fp32 masters are written in the place of its bf16 parameters, so
-        that nothing of what was trained is rounded. Raises FileExistsError when the folder holds other files,
-        ValueError for an unknown layout and for an optimizer without masters.
+        that nothing of what was trained is rounded. An fp8 backbone is copied from the checkpoint it was loaded from.
+        Raises FileExistsError when the folder holds other files, ValueError for an unknown layout and for an optimizer
+        without masters.
         """
         if layout not in ("lerobot", "openpi"):
             raise ValueError(f"layout must be 'lerobot' or 'openpi', got {layout!r}")
         with written_at_once(Path(folder)) as new:
             write_config(self.config, new, layout)
-            save_weights(self.model, new, layout, optimizer)
+            source = None if self.frozen_precision is None else self.loaded_from
+            save_weights(self.model, new, layout, optimizer, frozen_from=source)
             if self.statistics is not None:
                 save_side_files(new, layout, self.config, self.statistics)
             if self.config.tokenizer == BUILTIN:
@@ -407,6 +399,7 @@ class PI05Policy(BasePolicy):
         config: PI05Config | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
         trainable: Literal["expert", "all"] | None = None,
+        frozen_precision: Literal["fp8"] | None = None,
         action_dim: int | None = None,
         statistics: Statistics | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -424,6 +417,7 @@ class PI05Policy(BasePolicy):
         folder's config.json, which RLinf's have none of. dtype, trainable, action_dim and `changes` (any other field of
         PI05Config) replace what the checkpoint says. statistics: instead of the checkpoint's. tokenizer: instead of
         config.tokenizer's. Without statistics anywhere, `set_statistics` must follow before use.
+        frozen_precision: "fp8" stores the frozen backbone in fp8 and runs its products there; None: in `dtype`.
 
         Raises FileNotFoundError or OSError when there is no such checkpoint, ValueError for a file that is damaged, for
         weights that do not fit (missing, unexpected and mis-shaped keys in one message), for unknown `changes`, and for
@@ -447,8 +441,10 @@ class PI05Policy(BasePolicy):
             policy = cls(config, tokenizer=tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras)
         load_weights(policy.model, folder, device)
         policy.loaded_from = folder
+        if frozen_precision is not None:
+            policy.quantize_frozen(frozen_precision)
         if found is not None:
-            _check_asked_dims({**(changes or {}), **overrides}, found[0])
+            check_asked_dims({**(changes or {}), **overrides}, found[0])
             policy.set_statistics(found[0], source=found[1] if statistics is not None else f"checkpoint ({found[1]})")
         return policy
 
@@ -465,74 +461,6 @@ def _reduced(errors_NHA: Tensor, counts_BH: Tensor, flow_draws: int) -> dict[str
         "count": count,
         "loss_per_dim": sum_A.detach() / steps.clamp(min=1),
     }
-
-
-def changed_config(config: PI05Config, changes: Mapping[str, Any]) -> PI05Config:
-    """`config` with some fields replaced; nested parts may be given as dictionaries.
-
-    Raises ValueError naming unknown fields and the nearest known ones.
-    """
-    known = [field.name for field in fields(PI05Config)]
-    for name in changes:
-        if name not in known:
-            near = get_close_matches(name, known, n=3)
-            raise ValueError(f"pi0.5 has no configuration field '{name}'; nearest: {near or known}")
-    return replace(config, **changes)
-
-
-def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05Policy:
-    """Builder of model_type "pi05" for the registry.
-
-    cfg: model_path (folder or hub id; None builds a fresh policy), revision, size ("base" or "tiny", without
-    model_path), device (by default torch's default device), and any field of PI05Config. torch_dtype: float32,
-    bfloat16, or None for the checkpoint's. Raises ValueError for anything else.
-    """
-    settings = dict(cfg)
-    for handled in ("model_type", "precision"):
-        settings.pop(handled, None)
-    path, revision, size, device = (settings.pop(name, None) for name in ("model_path", "revision", "size", "device"))
-    if settings.pop("is_lora", False):
-        raise ValueError("is_lora=true: pi0.5 has no LoRA here; trainable='expert' trains the action expert only")
-    if torch_dtype is not None:
-        if torch_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"pi0.5 runs in float32 or bfloat16, not {torch_dtype}; set precision to fp32 or bf16")
-        settings["dtype"] = str(torch_dtype).removeprefix("torch.")
-    if path is not None:
-        if size is not None:
-            raise ValueError(f"size={size!r} has no effect with model_path={path!r}; leave one of them out")
-        return PI05Policy.from_pretrained(path, revision=revision, device=device, changes=settings)
-    if revision is not None:
-        raise ValueError(f"revision={revision!r} has no effect without model_path; set model_path to a hub id")
-    sizes = {None: PI05Config.base, "base": PI05Config.base, "tiny": PI05Config.tiny}
-    if size not in sizes:
-        raise ValueError(f"size={size!r} is unknown; known: base, tiny")
-    with torch.device(torch.get_default_device() if device is None else device):
-        return PI05Policy(changed_config(sizes[size](), settings))
-
-
-def _new_dim(name: str, before: int | None, stats: Mapping[str, np.ndarray] | None) -> int | None:
-    """Length of a feature's statistics; without any, the dimension stays what it was."""
-    dim = _dim_of(stats)
-    dim = before if dim is None else dim
-    if before not in (None, dim):
-        log.warning("%s changes from %s to %s, the dimension of the new statistics", name, before, dim)
-    return dim
-
-
-def _dim_of(stats: Mapping[str, np.ndarray] | None) -> int | None:
-    return next((len(value) for stat, value in (stats or {}).items() if stat != "count"), None)
-
-
-def _check_asked_dims(changes: Mapping[str, Any], statistics: Statistics) -> None:
-    """Raises ValueError for a dimension that was asked for and that these statistics do not have."""
-    for name, feature in (("action_dim", ACTION), ("state_dim", STATE)):
-        asked = changes.get(name)
-        dim = _dim_of(statistics.get(feature))
-        if asked is not None and dim not in (None, asked):
-            raise ValueError(
-                f"{name}={asked} was asked for, but the statistics of {feature} have {dim} dimensions, and the "
-                f"dimension follows them; pass statistics=... of the {asked}-dimensional data"
-            )
 
 
 def _checked_time(time: Tensor, rows: int, device: torch.device) -> Tensor:

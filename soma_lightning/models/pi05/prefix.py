@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PaliGemmaConfig, PaliGemmaModel
 
+from soma_lightning.frozen_layers import Fp8Embedding, compute_dtype, quantize_linears
 from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.frozen import run_language, run_vision, why_stock
 from soma_lightning.models.pi05.rotary import RotaryTable, rotary_table, rotate
 
 #: The one part of pi0.5's frozen features.
@@ -33,32 +35,41 @@ class PrefixCache:
     keys, values: one tensor [B, Hkv, P, D] a layer; keys after RoPE.
     mask: bool [B, P], True = readable; None when every row is full. Masked entries may hold anything.
     lengths: int64 [B], readable tokens of each row, which is also the position of the first action token.
+    streams: the one tensor that keys and values are views of, if there is one (see `of_streams`).
     """
 
     keys: list[Tensor]
     values: list[Tensor]
     mask: Tensor | None
     lengths: Tensor
+    streams: Tensor | None = None
+
+    @classmethod
+    def of_streams(cls, streams: Tensor, head_dim: int, mask: Tensor | None, lengths: Tensor) -> PrefixCache:
+        """Views of [2 * layers, B, P, Hkv * D], keys before values of each layer."""
+        parts = streams.view(*streams.shape[:-1], -1, head_dim).transpose(2, 3).unbind(0)
+        return cls(list(parts[::2]), list(parts[1::2]), mask, lengths, streams)
 
     def features(self) -> FrozenFeatures:
-        """A copy for a feature cache: `KEYS_VALUES` [2 * layers, B, P, Hkv * D], keys before values of each layer.
+        """What a feature cache keeps: `KEYS_VALUES` [2 * layers, B, P, Hkv * D], keys before values of each layer.
 
         The cache must be compact: readable tokens first.
         """
-        pairs = zip(self.keys, self.values, strict=True)
-        streams = [x_BHPD.transpose(1, 2).flatten(2) for pair in pairs for x_BHPD in pair]
-        return FrozenFeatures({KEYS_VALUES: torch.stack(streams)}, tuple(self.lengths.tolist()))
+        streams = self.streams
+        if streams is None:
+            pairs = zip(self.keys, self.values, strict=True)
+            streams = torch.stack([x_BHPD.transpose(1, 2).flatten(2) for pair in pairs for x_BHPD in pair])
+        return FrozenFeatures({KEYS_VALUES: streams}, tuple(self.lengths.tolist()))
 
     @classmethod
     def from_features(cls, features: FrozenFeatures, head_dim: int) -> PrefixCache:
         """The same cache: views of the features' memory, in the layout that `PI05Prefix` hands out."""
-        values = features.parts[KEYS_VALUES]
-        streams = values.view(*values.shape[:-1], -1, head_dim).transpose(2, 3).unbind(0)
-        lengths = features.lengths_on(streams[0].device)
+        streams = features.parts[KEYS_VALUES]
+        lengths = features.lengths_on(streams.device)
         longest = max(features.lengths)
         columns = torch.arange(longest, device=lengths.device)
         mask = None if min(features.lengths) == longest else columns < lengths[:, None]
-        return cls(list(streams[::2]), list(streams[1::2]), mask, lengths)
+        return cls.of_streams(streams, head_dim, mask, lengths)
 
 
 @dataclass(frozen=True)
@@ -160,6 +171,8 @@ class PI05Prefix(nn.Module):
         self.head_dim = config.language.head_dim
         #: Compact sequences are padded to a multiple of this many prompt tokens, so that few lengths occur.
         self.bucket = 1
+        #: Frozen layers run fused where they can; False: as stock modules.
+        self.fuse_frozen = True
         self.paligemma = PaliGemmaModel(paligemma_config(config))
         language = self.paligemma.language_model
         language.layers = nn.ModuleList(PrefixLayer(layer) for layer in language.layers)
@@ -173,6 +186,12 @@ class PI05Prefix(nn.Module):
         embed.embed_scale = torch.tensor(embed.scalar_embed_scale, device=device)
         vision = self.paligemma.vision_tower.embeddings
         vision.position_ids = torch.arange(vision.num_positions, device=device)[None]
+
+    def quantize(self) -> None:
+        """Every matrix in fp8: linear layers and the token embedding; norms, patches and positions stay."""
+        quantize_linears(self.paligemma)
+        stock = self.paligemma.get_input_embeddings()
+        self.paligemma.set_input_embeddings(Fp8Embedding(stock, stock.scalar_embed_scale))
 
     def unreached_modules(self) -> list[nn.Module]:
         """Modules that exist in every checkpoint but feed nothing: all of the last layer but norm, k_proj and v_proj.
@@ -197,29 +216,65 @@ class PI05Prefix(nn.Module):
         device = self.paligemma.get_input_embeddings().weight.device
         packing = self._pack(image_masks, token_mask, device, compact)
         x = self._embed(images, tokens.to(device), packing)
+        layers = self.paligemma.language_model.layers
+        if self.why_stock(layers) is None:
+            streams = run_language(layers, x, packing.positions, packing.mask)
+            return PrefixCache.of_streams(streams, self.head_dim, packing.mask, packing.lengths)
         rotary = rotary_table(packing.positions, self.head_dim, x.dtype)
         keys, values = [], []
-        layers = self.paligemma.language_model.layers
         for i, layer in enumerate(layers):
             x, k, v = layer(x, rotary, packing.mask, keys_values_only=i == len(layers) - 1)
             keys.append(k)
             values.append(v)
         return PrefixCache(keys, values, packing.mask, packing.lengths)
 
+    def path(self) -> str:
+        """How vision and language layers run, for the run report."""
+        found = {name: self.why_stock(layers) for name, layers in self._stacks().items()}
+        return ", ".join(
+            f"{name}: {'fused kernels' if why is None else f'stock modules ({why})'}" for name, why in found.items()
+        )
+
+    def unfused(self) -> list[nn.ModuleList]:
+        """Stacks of layers that run as stock modules."""
+        return [layers for layers in self._stacks().values() if self.why_stock(layers) is not None]
+
+    def _stacks(self) -> dict[str, nn.ModuleList]:
+        paligemma = self.paligemma
+        return {"vision": paligemma.vision_tower.encoder.layers, "language": paligemma.language_model.layers}
+
+    def why_stock(self, layers: nn.ModuleList) -> str | None:
+        """Why the language or vision layers run as stock modules, as a phrase; None when they run fused."""
+        if any(p.requires_grad for p in self.parameters()):
+            return "a part of the prefix trains"
+        device = self.paligemma.get_input_embeddings().weight.device
+        return why_stock(layers, device) if self.fuse_frozen else "fuse_frozen is off"
+
     def _embed(self, images: list[Tensor], tokens: Tensor, packing: _Packing) -> Tensor:
         """[B, P, W] in the dtype of the language model's matrix products."""
-        dtype = self.paligemma.language_model.layers[0].self_attn.q_proj.weight.dtype
+        dtype = compute_dtype(self.paligemma.language_model.layers[0].self_attn.q_proj)
         # The Gemma embedding multiplies by sqrt(W) itself; image features are used as they are.
         parts = [self.paligemma.get_input_embeddings()(tokens[:, : packing.num_prompt_tokens]).to(dtype)]
         if packing.cameras:
             pixels = torch.stack([_readable(images[c], packing.rows[c], tokens.device) for c in packing.cameras], dim=1)
             pixels = pixels.flatten(0, 1)
-            features = self.paligemma.get_image_features(pixels).pooler_output
+            features = self._image_features(pixels)
             parts.insert(0, features.to(dtype).view(tokens.shape[0], -1, features.shape[-1]))
         x = torch.cat(parts, dim=1)
         if packing.order is None:
             return x
         return x.gather(1, packing.order[..., None].expand(-1, -1, x.shape[-1]))
+
+    def _image_features(self, pixels: Tensor) -> Tensor:
+        """[N, 3, R, R] -> [N, I, W]."""
+        tower = self.paligemma.vision_tower
+        if self.why_stock(tower.encoder.layers) is not None:
+            stock: Tensor = self.paligemma.get_image_features(pixels).pooler_output
+            return stock
+        x = _patches(pixels, tower.embeddings).to(compute_dtype(tower.encoder.layers[0].self_attn.q_proj))
+        encoded: Tensor = tower.post_layernorm(run_vision(tower.encoder.layers, x))
+        features: Tensor = self.paligemma.multi_modal_projector(encoded)
+        return features
 
     def _pack(self, image_masks: list[Tensor], token_mask: Tensor, device: torch.device, compact: bool) -> _Packing:
         B, L = token_mask.shape
@@ -290,7 +345,18 @@ def _readable(image: Tensor, rows: Tensor | None, device: torch.device) -> Tenso
     return image if rows is None else image.where(rows.to(device)[:, None, None, None], 0.0)
 
 
+def _patches(pixels: Tensor, embeddings: Any) -> Tensor:
+    """[N, 3, R, R] -> [N, I, W]: the patch convolution as one matrix product, and the learned positions."""
+    conv = embeddings.patch_embedding
+    side, grid = conv.stride[0], pixels.shape[-1] // conv.stride[0]
+    patches = pixels.to(conv.weight.dtype).view(len(pixels), -1, grid, side, grid, side)
+    flat = patches.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), grid * grid, -1)
+    embedded = F.linear(flat, conv.weight.flatten(1), conv.bias)
+    positions: Tensor = embeddings.position_embedding.weight
+    return embedded + positions.to(embedded.dtype)
+
+
 def _match_encoder_dtype(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Casts patch embeddings to the encoder's dtype (openpi keeps the embeddings in fp32 and the encoder in bf16)."""
-    dtype = encoder.layers[0].self_attn.q_proj.weight.dtype
+    dtype = compute_dtype(encoder.layers[0].self_attn.q_proj)
     return args, {**kwargs, "inputs_embeds": kwargs["inputs_embeds"].to(dtype)}
