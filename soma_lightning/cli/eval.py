@@ -44,6 +44,7 @@ def evaluate_policy(
     timeout_s: float | None = None,
     env_options: dict[str, Any] | None = None,
     model_type: str | None = None,
+    policy_options: dict[str, Any] | None = None,
     device: str = "auto",
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def evaluate_policy(
         timeout_s: seconds after which a silent worker is given up, 180 when left out; only with workers.
         env_options: further arguments of the environment, e.g. {"image_size": 64}.
         model_type: registered model type; read from the checkpoint's config.json when left out.
+        policy_options: how the checkpoint is loaded, e.g. {"frozen_precision": "fp8"} (the entries of `get_model`).
         device: "auto", "cpu" or "cuda".
         overwrite: discard an earlier evaluation in `out`.
     """
@@ -81,6 +83,8 @@ def evaluate_policy(
         raise ValueError(f"timeout_s={timeout_s} has no effect without workers; leave it out, or set workers")
     if seeds is not None and seed:
         raise ValueError(f"seed={seed} and seeds={seeds} exclude each other; leave one out")
+    if set(policy_options or {}) & {"model_type", "model_path"}:
+        raise ValueError(f"policy_options={policy_options} must not name the model: that is --policy and --model_type")
     target = pick_device(device)
     check_folder(Path(out))
     load_extensions()
@@ -90,7 +94,7 @@ def evaluate_policy(
     with envs.make_group(env, options, num_slots=num_envs, num_workers=workers, timeout_s=seconds) as group:
         for task in tasks or ():
             require_known("task", task, group.tasks)
-        model: Any = get_model({"model_type": model_type, "model_path": policy})
+        model: Any = get_model({"model_type": model_type, "model_path": policy, **(policy_options or {})})
         model.to(target).eval()
         config = model.config
         names = tuple(group.tasks if tasks is None else tasks)
@@ -108,6 +112,7 @@ def evaluate_policy(
             recorded=recorded,
             env_options=effective_settings(env, options),
             protocol=protocol,
+            policy_options=policy_options or {},
         )
         more: dict[str, Any] = {"overwrite": overwrite, "announce": print_plan}
         if seeds is not None:

@@ -21,6 +21,7 @@ class PI05Module(PolicyModule):
     config: changes to the configuration of the checkpoint or size, e.g. {"dtype": "bfloat16"}.
     trainable: "expert" (expert, action and time projections) or "all".
     frozen_precision: "fp8" stores the frozen backbone of `pretrained` in fp8 and runs its products there.
+    cuda_graphs: the expert's passes are recorded once a shape and replayed, so that a GPU does not wait for the host.
     statistics: "data" takes the data module's, "checkpoint" keeps those saved with `pretrained`.
     training: optimizer, schedule and objective.
     """
@@ -33,6 +34,7 @@ class PI05Module(PolicyModule):
         config: dict[str, Any] | None = None,
         trainable: Literal["expert", "all"] = "expert",
         frozen_precision: Literal["fp8"] | None = None,
+        cuda_graphs: bool = False,
         statistics: Literal["data", "checkpoint"] = "data",
         training: TrainingConfig = PUBLIC_RECIPE,
     ) -> None:
@@ -55,6 +57,7 @@ class PI05Module(PolicyModule):
             policy.reset_parameters()
         super().__init__(policy, training)
         self.statistics_from = statistics
+        self.cuda_graphs = cuda_graphs
         self.save_hyperparameters({"pretrained": pretrained, "revision": revision, "size": size, "config": config})
 
     def setup(self, stage: str) -> None:
@@ -77,10 +80,17 @@ class PI05Module(PolicyModule):
             check_replaceable(Path(self.trainer.default_root_dir) / "policy")
 
     def on_fit_start(self) -> None:
+        self._use_cuda_graphs()
         self.policy.model.check_dtypes()  # the Trainer has applied its precision by now
         if self.policy.loaded_from is not None and self.trainer.ckpt_path is None:  # a resumed run has its masters
             for optimizer in filter(has_masters, self.trainer.optimizers):
                 self.policy.seed_masters(optimizer)
+
+    def _use_cuda_graphs(self) -> None:
+        if self.cuda_graphs:
+            self.policy.model.use_cuda_graphs()
+            with self.trainer.precision_plugin.forward_context():
+                self.policy.model.graphs.check()
 
     def on_validation_start(self) -> None:
         self.policy.model.check_dtypes()  # for Trainer.validate, which starts no fit

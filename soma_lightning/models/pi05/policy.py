@@ -142,6 +142,7 @@ class PI05Policy(BasePolicy):
             "dtype": f"{config.dtype} ({config.islands} fp32 islands)",
             "frozen_precision": self.frozen_precision or config.dtype,
             "frozen_layers": self.model.prefix.path(),
+            "cuda_graphs": self.model.graphs is not None,
         }
 
     def quantize_frozen(self, precision: Literal["fp8"]) -> None:
