@@ -66,6 +66,9 @@ def test_the_report_names_the_precision(folder):
 def test_the_registry_builds_it(folder):
     policy = build_pi05({"model_type": "pi05", "model_path": str(folder), "frozen_precision": "fp8", **CHANGES}, None)
     assert policy.frozen_precision == "fp8"
+    assert not policy.report_facts()["cuda_graphs"]
+    graphed = build_pi05({"model_type": "pi05", "model_path": str(folder), "cuda_graphs": True}, None)
+    assert graphed.report_facts()["cuda_graphs"]
     with pytest.raises(ValueError, match="frozen_precision='fp8' has no effect without model_path"):
         build_pi05({"model_type": "pi05", "size": "tiny", "frozen_precision": "fp8"}, None)
 
