@@ -15,8 +15,8 @@ def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05P
     """Builder of model_type "pi05" for the registry.
 
     cfg: model_path (folder or hub id; None builds a fresh policy), revision, size ("base" or "tiny", without
-    model_path), device (by default torch's default device), frozen_precision ("fp8", with model_path), cuda_graphs (true
-    records the expert's passes), and any field of PI05Config. torch_dtype: float32, bfloat16, or None for the
+    model_path), device (by default torch's default device), frozen_precision ("fp8", with model_path), cuda_graphs
+    (true records the expert's passes), and any field of PI05Config. torch_dtype: float32, bfloat16, or None for the
     checkpoint's. Raises ValueError for anything else.
     """
     settings = dict(cfg)
