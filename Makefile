@@ -44,6 +44,7 @@ else
 	$(BIN)/pip install -q "$(TORCH)"
 endif
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt -e ".[test]"
+	$(BIN)/pip install -q --no-deps -c $(VENV)/constraints.txt openpi-client # asks for NumPy 1; its client runs with 2
 	touch $@
 
 $(VENV)/.stamp-libero: $(VENV)/.stamp

@@ -15,6 +15,8 @@ EXTRA_OF_PACKAGE = {
     "libero": "libero",
     "peft": "lora",
     "ray": "ray",
+    "websockets": "serve",
+    "msgpack": "serve",
     "triton": "test",
 }
 

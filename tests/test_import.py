@@ -25,6 +25,8 @@ HEAVY = {
     "triton",
     "jsonargparse",
     "av",
+    "websockets",
+    "msgpack",
 }
 
 

@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     ("soma_kernels",),
-    ("attention", "optim", "layout", "contract", "imports", "compat", "_autoload"),
+    ("attention", "frozen_layers", "optim", "layout", "contract", "imports", "compat", "_autoload"),
     ("models", "strategy"),
     ("modules", "data"),
     ("envs",),
-    ("rl", "evaluation", "plots"),
+    ("rl", "evaluation", "serving", "plots"),
     ("cli",),
 )
 LAYER_OF = {name: index for index, names in enumerate(LAYERS) for name in names}

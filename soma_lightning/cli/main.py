@@ -23,6 +23,8 @@ COMMANDS = {
     "data": ("soma_lightning.cli.data", "describe, check and draw a data set"),
     "eval": ("soma_lightning.cli.eval", "roll a policy out in an environment"),
     "open-loop": ("soma_lightning.cli.open_loop", "compare a policy's chunks with recorded actions"),
+    "cache": ("soma_lightning.cli.cache", "compute a config's frozen features ahead of training"),
+    "serve": ("soma_lightning.cli.serve", "offer a policy over the openpi websocket protocol"),
     "compare": ("soma_lightning.cli.compare", "compare evaluations with their intervals"),
     "doctor": ("soma_lightning.cli.doctor", "say what this machine has and what is missing"),
 }

@@ -9,6 +9,7 @@ from soma_lightning.imports import lazy_names
 if TYPE_CHECKING:
     from soma_lightning.data.augmentation import ImageAugmentation as ImageAugmentation
     from soma_lightning.data.datamodule import LeRobotDataModule as LeRobotDataModule
+    from soma_lightning.data.feature_cache import FeatureCache as FeatureCache
     from soma_lightning.data.inspection import inspect_dataset as inspect_dataset
     from soma_lightning.data.lerobot import LeRobotDataset as LeRobotDataset
     from soma_lightning.data.lerobot_writer import LeRobotWriter as LeRobotWriter
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOME_OF_NAME = {
     "DataSource": "soma_lightning.data.sources",
+    "FeatureCache": "soma_lightning.data.feature_cache",
     "ImageAugmentation": "soma_lightning.data.augmentation",
     "LeRobotDataModule": "soma_lightning.data.datamodule",
     "LeRobotDataset": "soma_lightning.data.lerobot",

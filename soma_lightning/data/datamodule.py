@@ -17,6 +17,9 @@ from soma_lightning.data import lerobot_format as fmt
 from soma_lightning.data import statistics as stats
 from soma_lightning.data.augmentation import DRAWS, ImageAugmentation, make_augmenter
 from soma_lightning.data.facts import recording_facts, source_facts
+from soma_lightning.data.feature_cache import FeatureCache, check_feature_settings
+from soma_lightning.data.feature_dtypes import StoredDtype
+from soma_lightning.data.feature_identity import check_numbering, data_identity, sample_starts
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.lerobot_batches import FrameBatches, as_is
 from soma_lightning.data.lerobot_images import GIB
@@ -50,6 +53,8 @@ class LeRobotDataModule(pl.LightningDataModule):
     augment: "off", "light", "openpi" or an `ImageAugmentation`: varies the images of training batches on their device.
     wrist_cameras: the policy's names of the cameras that are neither cropped nor rotated (see `BatchAugmenter`).
     cameras, state_key, action_key, state_indices, action_indices: as in `LeRobotDataset`; sources may say their own.
+    feature_cache: keep what the policy's frozen backbone computes: on the "device", in "pinned" memory, or in a folder.
+    feature_dtype: the numbers that are kept (see `FeatureCache`).
 
     Batches: `contract.TRAINING_BATCH` plus `index` and `episode_index` int64 [B], which count on over the data sets.
     The order of an epoch depends on (seed, epoch) alone, and a run resumed inside an epoch sees its remaining batches.
@@ -76,6 +81,8 @@ class LeRobotDataModule(pl.LightningDataModule):
         augment: str | bool | ImageAugmentation = "off",
         wrist_cameras: list[str] | None = None,
         tolerance_s: float = TOLERANCE_S,
+        feature_cache: str | None = None,
+        feature_dtype: StoredDtype = "auto",
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -88,6 +95,9 @@ class LeRobotDataModule(pl.LightningDataModule):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
         self.augmenter = make_augmenter(augment, wrist_cameras, seed)
+        check_feature_settings(feature_cache, feature_dtype, augments=self.augmenter is not None)
+        self.feature_cache, self.feature_dtype = feature_cache, feature_dtype
+        self._feature_policy_connected = False
         split_episodes(2, val_fraction, seed)  # refuses a bad fraction here, not after the data were read
         self.sources = [
             source.with_defaults(
@@ -145,6 +155,43 @@ class LeRobotDataModule(pl.LightningDataModule):
             self.delta_actions = deltas
             self.__dict__.pop("_statistics_and_source", None)
 
+    def connect_features(self) -> FeatureCache | None:
+        """The cache that a policy's module must read features from; None when none is wanted."""
+        self._feature_policy_connected = True
+        return self.features
+
+    @cached_property
+    def features(self) -> FeatureCache | None:
+        """The cache of the data sets' frames; None when none is wanted.
+
+        Raises ValueError for a data set whose frames are not numbered from 0.
+        """
+        if self.feature_cache is None:
+            return None
+        for part in self._parts:
+            check_numbering(part)
+        sources = self.train_data.parts
+        starts = sample_starts(sources)
+        cache = FeatureCache(
+            self.feature_cache,
+            starts[-1],
+            expected=self.num_frames,
+            data=lambda: data_identity(sources),
+            dtype=self.feature_dtype,
+        )
+        self.train_data.leave_out(cache.present, starts)
+        if self.val_data is not None:
+            has_val = [bool(val) for _, val in self.splits]
+            self.val_data.leave_out(cache.present, [s for s, has in zip(starts, has_val, strict=False) if has])
+        return cache
+
+    def _check_features_read(self) -> None:
+        if self.feature_cache is not None and not self._feature_policy_connected:
+            raise ValueError(
+                f"feature_cache={self.feature_cache!r} would be ignored: this LightningModule reads no features; leave "
+                "it out, or train a policy module (PI05Module)"
+            )
+
     def _prepare_chunks(self) -> None:
         if self.chunk_size is None:
             raise ValueError("chunk_size is not set; pass chunk_size=..., or call connect_policy(policy.config)")
@@ -193,6 +240,7 @@ class LeRobotDataModule(pl.LightningDataModule):
         """Shuffled batches of the training episodes; its `state_dict` makes a run resumable inside an epoch."""
         self.setup("fit")
         self._prepare_chunks()
+        self._check_features_read()
         return ResumableDataLoader(
             self.train_data,
             batch_size=self.batch_size,
@@ -225,10 +273,14 @@ class LeRobotDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """Batches of the validation episodes in order; an empty list when there are none."""
         self._prepare_chunks()
+        self._check_features_read()
         if self.val_data is None:
             return []
+        return self._in_order(self.val_data)
+
+    def _in_order(self, data: FrameBatches) -> DataLoader[Any]:
         return DataLoader(
-            self.val_data,
+            data,
             batch_size=self.batch_size,
             num_workers=self.num_workers,
             collate_fn=as_is,
@@ -236,6 +288,11 @@ class LeRobotDataModule(pl.LightningDataModule):
             multiprocessing_context=self._worker_start,
             persistent_workers=self.num_workers > 0,
         )
+
+    def every_frame_dataloaders(self) -> list[DataLoader[Any]]:
+        """The batches of the training and of the validation episodes, in order."""
+        self._prepare_chunks()
+        return [self._in_order(data) for data in (self.train_data, self.val_data) if data is not None]
 
     def test_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """The validation batches: a data set has no third split."""
@@ -360,6 +417,7 @@ class LeRobotDataModule(pl.LightningDataModule):
             "delta_actions": list(self.delta_actions),
             "constant_dimensions": stats.constant_dimensions(self.statistics),
             "images_in_memory": self.preload,
+            "features": "computed for every batch" if self.features is None else self.features.report_facts(),
             "augmentation": self.augmenter.report_facts(self.cameras) if self.augmenter is not None else "off",
             **recording_facts(self.roots),
         }

@@ -167,6 +167,12 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         }
 
     @property
+    def state_reading(self) -> tuple[str, list[int] | None]:
+        """The column that the state is read from, and the dimensions that are kept (None: all)."""
+        key, indices = self._keys[STATE]
+        return key, None if indices is None else list(indices)
+
+    @property
     def last_row(self) -> NDArray[np.int64]:
         """Row of the last frame of each frame's episode, int64 [N]."""
         return self.frames.last_row
@@ -206,10 +212,11 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         batch = self.batch(indices)
         return [{key: values[i] for key, values in batch.items()} for i in range(len(indices))]
 
-    def batch(self, indices: Sequence[int]) -> dict[str, Any]:
+    def batch(self, indices: Sequence[int], with_images: NDArray[np.bool_] | None = None) -> dict[str, Any]:
         """A whole batch (`contract.TRAINING_BATCH`, plus `index` and `episode_index` int64 [B]) of these frames.
 
-        Raises IndexError for a frame that is not there.
+        with_images: bool [B], frames whose images are read; those of the others are black, and without any the batch
+        has no images. Raises IndexError for a frame that is not there.
         """
         # All copies are numpy's: they are too short to be worth waking torch's threads, which costs milliseconds when
         # the cores are busy.
@@ -217,9 +224,9 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         row_B = np.asarray(self._check_indices(indices), dtype=np.int64)
         step_BH = row_B[:, None] + np.arange(self.chunk_size)
         last_B1 = frames.last_row[row_B][:, None]
-        batch: dict[str, Any] = {
-            policy_key: self._images[key].fetch(key, row_B.tolist()) for key, policy_key in self.cameras.items()
-        }
+        batch: dict[str, Any] = {}
+        if with_images is None or with_images.any():
+            batch = {policy_key: self._fetch(key, row_B, with_images) for key, policy_key in self.cameras.items()}
         arrays = {
             STATE: self._states[row_B],
             ACTION: self._actions[np.minimum(step_BH, last_B1)],
@@ -230,6 +237,13 @@ class LeRobotDataset(Dataset[dict[str, Any]]):
         batch |= {key: torch.from_numpy(array) for key, array in arrays.items()}
         batch[TASK] = [self.tasks[task] for task in frames.task_index[row_B].tolist()]
         return batch
+
+    def _fetch(self, camera: str, row_B: NDArray[np.int64], wanted: NDArray[np.bool_] | None) -> Tensor:
+        if wanted is None or wanted.all():
+            return self._images[camera].fetch(camera, row_B.tolist())
+        images = torch.zeros(len(row_B), 3, *self.image_sizes[camera], dtype=torch.uint8)
+        images[torch.from_numpy(wanted)] = self._images[camera].fetch(camera, row_B[wanted].tolist())
+        return images
 
     def _check_indices(self, indices: Sequence[int]) -> list[int]:
         size = len(self)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -54,6 +54,25 @@ def shard_like(whole: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(
         whole.detach().to(target.device), target.device_mesh, target.placements, src_data_rank=None
     )
+
+
+def own_slice(whole: Tensor, target: DTensor) -> Tensor:
+    """This rank's part of `whole` [the global shape of `target`], as a view: of a mapped file, nothing else is read.
+
+    Raises ValueError for placements other than Shard and Replicate.
+    """
+    coordinate = target.device_mesh.get_coordinate()
+    assert coordinate is not None
+    part = whole
+    for place, size, index in zip(target.placements, target.device_mesh.shape, coordinate, strict=True):
+        if type(place) is Shard:
+            length = part.shape[place.dim]
+            step = -(-length // size)  # as torch.chunk: the last parts may be short or empty
+            start = min(index * step, length)
+            part = part.narrow(place.dim, start, min(step, length - start))
+        elif not isinstance(place, Replicate):
+            raise ValueError(f"a parameter is placed {place}; only Shard and Replicate can take a slice of a file")
+    return part
 
 
 def accept_full_tensors(root: Module) -> None:

@@ -84,17 +84,21 @@ def interpolate(actions: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, T
     return t * noise + (1 - t) * actions, target
 
 
-def euler_sample(velocity_fn: VelocityFn, noise: Tensor, num_steps: int) -> Tensor:
-    """Integrates from noise (t = 1) to data (t = 0): x <- x - v(x, t_k) / num_steps at t_k = 1 - k / num_steps.
-
-    noise [N, H, A]; `velocity_fn` gets x and float32 times [N]. Gradients flow when grad mode is on.
-    Raises ValueError when num_steps is less than 1.
-    """
+def euler_times(num_steps: int, device: torch.device | str | None = None) -> Tensor:
+    """t_k = 1 - k / num_steps, float32 [num_steps]. Raises ValueError when num_steps is less than 1."""
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} must be at least 1")
+    return (1 - torch.arange(num_steps, dtype=torch.float64) / num_steps).to(torch.float32).to(device)
+
+
+def euler_sample(velocity_fn: VelocityFn, noise: Tensor, num_steps: int, times: Tensor | None = None) -> Tensor:
+    """Integrates from noise (t = 1) to data (t = 0): x <- x - v(x, t_k) / num_steps at t_k = 1 - k / num_steps.
+
+    noise [N, H, A]; `velocity_fn` gets x and float32 times [N]. times: `euler_times` on the device of the noise; made
+    here when None. Gradients flow when grad mode is on. Raises ValueError when num_steps is less than 1.
+    """
     x = noise
-    times = 1 - torch.arange(num_steps, dtype=torch.float64) / num_steps
-    for time in times.to(torch.float32).to(noise.device):
+    for time in euler_times(num_steps, noise.device) if times is None else times:
         x = x - velocity_fn(x, time.expand(noise.shape[0])) / num_steps
     return x
 

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from soma_lightning.contract import ACTION, ACTION_IS_PAD, TRAINING_FILE
@@ -20,6 +21,7 @@ from soma_lightning.models.flow import keyed_generator
 from soma_lightning.modules.ema import TrainableEMA
 from soma_lightning.modules.schedule import fit_to_run, warmup_cosine
 from soma_lightning.modules.timing import StepTimer
+from soma_lightning.optim.masters import has_masters
 
 TRAIN_STREAM, VALIDATION_STREAM, SAMPLE_STREAM = range(3)
 
@@ -74,6 +76,9 @@ PUBLIC_RECIPE = TrainingConfig()
 class PolicyModule(LightningModule):
     """Fine-tunes `policy`: a policy with `sft_forward`, `sample_actions`, `frozen_modules` and `save_pretrained`.
 
+    `save_pretrained` also takes `optimizer`, whose fp32 masters it writes, if the policy trains in bf16, and `values`,
+    averages by the names below `policy.model`, if it is trained with ema_decay. All ranks call it when it is sharded.
+
     Noise and flow times are drawn from a generator seeded by (torch's seed when the module was built, rank, epoch,
     batch), so a resumed run continues exactly and validation losses compare across epochs.
     """
@@ -85,6 +90,7 @@ class PolicyModule(LightningModule):
         self.draw_seed = torch.initial_seed()
         self._frozen: list[nn.Module] = policy.frozen_modules()  # as built: a callback that thaws one is caught
         self._ema = TrainableEMA(training.ema_decay) if training.ema_decay is not None else None
+        self._feature_cache: Any = None  # the data module's, when it has one
         self._schedule: tuple[int, int] | None = None  # (warm-up, decay) steps of this run
         self._resumed_schedule: tuple[int, int] | None = None
 
@@ -106,6 +112,9 @@ class PolicyModule(LightningModule):
 
     def on_train_start(self) -> None:
         self._check_frozen()
+        if self._feature_cache is not None:  # before batches are loaded, so that what it has is not decoded
+            with self.trainer.precision_plugin.forward_context():
+                self._feature_cache.open(self.policy)
         if self._resumed_schedule is not None and self._resumed_schedule != self._schedule:
             rank_zero_warn(
                 f"the checkpoint's learning rate followed a schedule of {self._resumed_schedule} (warm-up, decay) "
@@ -117,6 +126,49 @@ class PolicyModule(LightningModule):
         super().on_validation_model_train()
         self._check_frozen()
 
+    # -- cached features --------------------------------------------------------------------------------------------
+
+    def connect_features(self, data: Any) -> None:
+        """Reads frozen features from the data module's cache, if it has one; call it in `setup`.
+
+        Raises ValueError when a setting would change the features from one epoch to the next.
+        """
+        connect = getattr(data, "connect_features", None)
+        self._feature_cache = None if connect is None else connect()
+        if self._feature_cache is None:
+            return
+        self.policy.check_features_fixed()
+        if noise := self.training_config.state_noise:
+            raise ValueError(
+                f"training.state_noise={noise} changes the prompts in every epoch, but feature_cache="
+                f"{self._feature_cache.where!r} keeps what the backbone made of them; set one of them to 0 or null"
+            )
+
+    def _features(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The argument `features` of a policy's methods; none without a cache."""
+        if self._feature_cache is None:
+            return {}
+        return {"features": self._feature_cache.features(self.policy, batch)}
+
+    def fill_features(self, batch: Mapping[str, Any] | None) -> None:
+        """Caches the features of a batch; None ends the filling, after which every rank sees what was written."""
+        if batch is not None:
+            self._features(batch)
+            return
+        self._feature_cache.flush()
+        self.trainer.strategy.barrier("feature_cache")
+        self._feature_cache.refresh()
+
+    def on_train_epoch_end(self) -> None:
+        if self._feature_cache is None:
+            return
+        self.fill_features(None)
+        self.log("feature_hit_percent", self._feature_cache.take_hit_percent(), sync_dist=True)
+
+    def teardown(self, stage: str) -> None:
+        if self._feature_cache is not None:
+            self._feature_cache.flush()
+
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _generator(self, stream: int, epoch: int, batch_idx: int) -> torch.Generator:
@@ -126,7 +178,11 @@ class PolicyModule(LightningModule):
         generator = self._generator(TRAIN_STREAM, self.current_epoch, batch_idx)
         config = self.training_config
         out = self.policy.sft_forward(
-            batch, flow_draws=config.flow_draws, state_noise=config.state_noise, generator=generator
+            batch,
+            flow_draws=config.flow_draws,
+            state_noise=config.state_noise,
+            generator=generator,
+            **self._features(batch),
         )
         self.log("train_loss", out["loss"].detach(), prog_bar=True, batch_size=len(batch[ACTION]))
         loss: Tensor = out["loss"]
@@ -140,20 +196,23 @@ class PolicyModule(LightningModule):
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Sampled action chunks [B, H, A] in the data's units."""
-        actions: Tensor = self.policy.sample_actions(batch, generator=self._generator(SAMPLE_STREAM, 0, batch_idx))
+        generator = self._generator(SAMPLE_STREAM, 0, batch_idx)
+        actions: Tensor = self.policy.sample_actions(batch, generator=generator, **self._features(batch))
         return actions
 
     def _log_errors(self, name: str, batch: Mapping[str, Any], batch_idx: int, *, sample: bool) -> None:
-        size = len(batch[ACTION])
-        out = self.policy.sft_forward(batch, generator=self._generator(VALIDATION_STREAM, 0, batch_idx))
+        size, features = len(batch[ACTION]), self._features(batch)
+        out = self.policy.sft_forward(batch, generator=self._generator(VALIDATION_STREAM, 0, batch_idx), **features)
         self.log(f"{name}_loss", out["loss"], prog_bar=True, batch_size=size, sync_dist=True)
         if sample:
-            error = self._sampled_error(batch, self._generator(SAMPLE_STREAM, 0, batch_idx))
+            error = self._sampled_error(batch, self._generator(SAMPLE_STREAM, 0, batch_idx), features)
             self.log(f"{name}_action_error", error, prog_bar=True, batch_size=size, sync_dist=True)
 
-    def _sampled_error(self, batch: Mapping[str, Any], generator: torch.Generator) -> Tensor:
+    def _sampled_error(
+        self, batch: Mapping[str, Any], generator: torch.Generator, features: Mapping[str, Any]
+    ) -> Tensor:
         """Mean absolute difference between sampled and recorded actions, in the data's units, padding left out."""
-        actions_BHA = self.policy.sample_actions(batch, generator=generator)
+        actions_BHA = self.policy.sample_actions(batch, generator=generator, **features)
         recorded_BHA = batch[ACTION].to(actions_BHA)
         error_BH = (actions_BHA - recorded_BHA).abs().mean(-1)
         real_BH = ~batch[ACTION_IS_PAD] if ACTION_IS_PAD in batch else torch.ones_like(error_BH, dtype=torch.bool)
@@ -219,19 +278,24 @@ class PolicyModule(LightningModule):
                 )
 
     def on_train_end(self) -> None:
-        if not self.training_config.export or not self.trainer.is_global_zero or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not self.training_config.export or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if self._ema is not None:
-            self._ema.swap_in(self)
         folder = Path(self.trainer.default_root_dir) / "policy"
-        try:
-            self.policy.save_pretrained(folder)
+        is_sharded = any(isinstance(p, DTensor) for p in self.policy.parameters())
+        if self.trainer.is_global_zero or is_sharded:  # shards are gathered by all ranks
+            self.policy.save_pretrained(folder, **self._exported_values())
+        if self.trainer.is_global_zero:
             steps = {"step": self.trainer.global_step, "epoch": self.trainer.current_epoch}
             (folder / TRAINING_FILE).write_text(json.dumps(steps))
-        finally:
-            if self._ema is not None:
-                self._ema.swap_out(self)
-        rank_zero_info(f"policy written to {folder}")
+            rank_zero_info(f"policy written to {folder}")
+
+    def _exported_values(self) -> dict[str, Any]:
+        """What is exported instead of rounded or raw parameters: averages, or an optimizer's fp32 masters."""
+        if self._ema is not None:
+            start = "policy.model."
+            return {"values": {name.removeprefix(start): kept for name, kept in self._ema.shadow.items()}}
+        found = next(filter(has_masters, self.trainer.optimizers), None)
+        return {} if found is None else {"optimizer": found}
 
     def report_facts(self) -> dict[str, Any]:
         """What the run report says of the objective, beside the policy's own facts."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.config import PI05Config, changed_config
 from soma_lightning.models.pi05.folder import check_replaceable
-from soma_lightning.models.pi05.policy import PI05Policy, changed_config
+from soma_lightning.models.pi05.policy import PI05Policy
 from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
+from soma_lightning.optim.masters import has_masters
 
 
 class PI05Module(PolicyModule):
@@ -19,6 +20,8 @@ class PI05Module(PolicyModule):
     size: "base" (public sizes, also what None means) or "tiny"; only for a model without `pretrained`.
     config: changes to the configuration of the checkpoint or size, e.g. {"dtype": "bfloat16"}.
     trainable: "expert" (expert, action and time projections) or "all".
+    frozen_precision: "fp8" stores the frozen backbone of `pretrained` in fp8 and runs its products there.
+    cuda_graphs: the expert's passes are recorded once a shape and replayed, so that a GPU does not wait for the host.
     statistics: "data" takes the data module's, "checkpoint" keeps those saved with `pretrained`.
     training: optimizer, schedule and objective.
     """
@@ -30,6 +33,8 @@ class PI05Module(PolicyModule):
         size: Literal["base", "tiny"] | None = None,
         config: dict[str, Any] | None = None,
         trainable: Literal["expert", "all"] = "expert",
+        frozen_precision: Literal["fp8"] | None = None,
+        cuda_graphs: bool = False,
         statistics: Literal["data", "checkpoint"] = "data",
         training: TrainingConfig = PUBLIC_RECIPE,
     ) -> None:
@@ -38,16 +43,21 @@ class PI05Module(PolicyModule):
             raise ValueError(f"revision={revision!r} has no effect without pretrained; set pretrained to a hub id")
         if pretrained is not None and size is not None:
             raise ValueError(f"size={size!r} has no effect with pretrained={pretrained!r}; leave one of them out")
+        if pretrained is None and frozen_precision is not None:
+            raise ValueError(f"frozen_precision={frozen_precision!r} needs pretrained, from which it is saved again")
         if pretrained is None and statistics == "checkpoint":
             raise ValueError("statistics='checkpoint' needs pretrained; use statistics='data' for a new model")
         if pretrained is not None:
-            policy = PI05Policy.from_pretrained(pretrained, revision=revision, changes=changes)
+            policy = PI05Policy.from_pretrained(
+                pretrained, revision=revision, frozen_precision=frozen_precision, changes=changes
+            )
         else:
             sizes = {"base": PI05Config.base(), "tiny": PI05Config.tiny()}
             policy = PI05Policy(changed_config(sizes[size or "base"], changes))
             policy.reset_parameters()
         super().__init__(policy, training)
         self.statistics_from = statistics
+        self.cuda_graphs = cuda_graphs
         self.save_hyperparameters({"pretrained": pretrained, "revision": revision, "size": size, "config": config})
 
     def setup(self, stage: str) -> None:
@@ -65,11 +75,22 @@ class PI05Module(PolicyModule):
         self.policy.processor.prepare()  # a tokenizer that cannot be had is reported now, not at the first batch
         if data is not None and hasattr(data, "cameras") and hasattr(data, "tasks"):
             self.policy.processor.check_data(data.cameras, data.tasks)
+        self.connect_features(data)
         if stage == "fit" and self.training_config.export:
             check_replaceable(Path(self.trainer.default_root_dir) / "policy")
 
     def on_fit_start(self) -> None:
+        self._use_cuda_graphs()
         self.policy.model.check_dtypes()  # the Trainer has applied its precision by now
+        if self.policy.loaded_from is not None and self.trainer.ckpt_path is None:  # a resumed run has its masters
+            for optimizer in filter(has_masters, self.trainer.optimizers):
+                self.policy.seed_masters(optimizer)
+
+    def _use_cuda_graphs(self) -> None:
+        if self.cuda_graphs:
+            self.policy.model.use_cuda_graphs()
+            with self.trainer.precision_plugin.forward_context():
+                self.policy.model.graphs.check()
 
     def on_validation_start(self) -> None:
         self.policy.model.check_dtypes()  # for Trainer.validate, which starts no fit

@@ -208,9 +208,9 @@ def test_builtin_models_are_imported_only_when_built(monkeypatch: pytest.MonkeyP
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert out.stdout.splitlines() == ["{'pi05': 'embodied'}", "False False"]
-    module: Any = types.ModuleType("soma_lightning.models.pi05.policy")
+    module: Any = types.ModuleType("soma_lightning.models.pi05.building")
     module.build_pi05 = Built
-    monkeypatch.setitem(sys.modules, "soma_lightning.models.pi05.policy", module)
+    monkeypatch.setitem(sys.modules, "soma_lightning.models.pi05.building", module)
     assert isinstance(get_model({"model_type": "pi05"}), Built)
 
 

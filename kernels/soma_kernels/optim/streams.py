@@ -6,11 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from soma_kernels.runtime import is_interpreter
+from soma_kernels.rounding import rounded
 
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-_INTERPRETED = tl.constexpr(is_interpreter())
 
 
 @triton.jit
@@ -35,11 +33,7 @@ def load_fp32(at, mask, MASKED: tl.constexpr):
 @triton.jit
 def store_rounded(at, value, mask, MASKED: tl.constexpr):
     """Writes fp32 values, rounded to nearest even where the pointers have a narrower dtype."""
-    if _INTERPRETED and at.dtype.element_ty == tl.bfloat16:
-        # Triton's interpreter truncates to bf16; hardware rounds, and so do these integers.
-        bits = value.to(tl.int32, bitcast=True)
-        value = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-    value = value.to(at.dtype.element_ty)
+    value = rounded(value, at.dtype.element_ty)
     if MASKED:
         tl.store(at, value, mask=mask)
     else:

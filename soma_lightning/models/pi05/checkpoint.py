@@ -1,8 +1,9 @@
-"""How do weights move between our names and the public checkpoints? Strictly, and straight from safetensors.
+"""How do weights move between our names and the public checkpoints? Strictly, and one tensor at a time.
 
 Two public layouts hold the same tensors: "lerobot" (keys start with `model.`) and "openpi" (converted PyTorch weights,
-bare keys). Both readers accept either form, with the SigLIP keys nested (`vision_tower.vision_model.`) or flat. The
-used network has 811 tensors; files have 812 or 813, because two language-model heads that no policy uses are stored:
+bare keys). Both readers accept either form, with the SigLIP keys nested (`vision_tower.vision_model.`) or flat; we read
+all of them, and RLinf's `full_weights.pt` (openpi's keys and a value head), whatever a file says of itself. The used
+network has 811 tensors; files have 812 or 813, because two language-model heads that no policy uses are stored:
 
 - `paligemma.lm_head.weight` equals the token embedding. Files written with tied weights keep only this name, others
   hold both; lerobot's strict loader needs it and copies it into the embedding. We write this name only.
@@ -19,14 +20,20 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from soma_lightning.layout.full_state import own_slice
 from soma_lightning.models.pi05.config_files import CheckpointLayout, read_config, write_config
+from soma_lightning.models.tensor_files import TensorFile, gather_in_turn, write_safetensors
+from soma_lightning.optim.masters import master_values, named_low_precision, seed_master
 
 if TYPE_CHECKING:
     from soma_lightning.models.pi05.model import PI05Model
 
 __all__ = [
     "WEIGHTS_FILE",
+    "WEIGHTS_FILES",
     "CheckpointLayout",
     "load_weights",
     "own_name",
@@ -35,11 +42,14 @@ __all__ = [
     "read_config",
     "save_state_dict",
     "save_weights",
+    "seed_masters",
     "weights_file",
     "write_config",
 ]
 
 WEIGHTS_FILE = "model.safetensors"
+#: Where a checkpoint folder may have its weights; the last two are RLinf's.
+WEIGHTS_FILES = (WEIGHTS_FILE, "full_weights.pt", "actor/model_state_dict/full_weights.pt")
 
 _PALIGEMMA = "paligemma_with_expert.paligemma."
 _EXPERT = "paligemma_with_expert.gemma_expert."
@@ -58,6 +68,7 @@ _NAMES = (
 #: Keys of older or wider checkpoints that this network has no place for.
 _DROPPED = re.compile(
     rf"{re.escape(_UNUSED_HEAD)}"
+    r"|value_head\..*"  # RLinf's critic, which imitation and evaluation do not ask
     r"|state_proj\..*"  # pi0 has a state token, pi0.5 writes the state into the prompt
     rf"|{re.escape(_EXPERT)}model\.(layers\.\d+\.(input|post_attention)_layernorm|norm)\.weight"  # not adaptive
 )
@@ -91,74 +102,134 @@ def public_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {public_key(name): tensor for name, tensor in state_dict.items()}
 
 
-def load_weights(model: PI05Model, path: str | Path) -> None:
-    """Fills every parameter of `model` from a checkpoint folder or a safetensors file, in the model's own dtypes.
+def load_weights(model: PI05Model, path: str | Path, device: str | torch.device | None = None) -> None:
+    """Fills every parameter of `model` from a checkpoint folder or file, in the model's own dtypes and places.
 
-    A model built on the meta device is materialised on the CPU. Raises FileNotFoundError when there is no file, and
-    ValueError, before anything is changed, for a damaged file and for keys or shapes that do not fit (all of them are
-    listed).
+    device: where the parameters of a model that was built on the meta device are put, each straight from the mapped
+    file; None means torch's default device. A parameter that is a DTensor takes its own slice of the file.
+
+    Raises FileNotFoundError when there is no file, and ValueError, before anything is changed, for a damaged file, for
+    keys or shapes that do not fit (all of them are listed), and for a device that has no effect.
     """
-    from safetensors import SafetensorError, safe_open
-
     file = weights_file(path)
-    try:
-        opened = safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is no readable safetensors file ({error}); it may be damaged or cut short") from error
+    tensors = TensorFile(file)
     parameters = dict(model.named_parameters())
-    with opened as tensors:
-        sources, unexpected = _match(tensors.keys(), parameters, file)
-        slices = {name: tensors.get_slice(key) for name, key in sources.items()}
-        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-        kinds = {name: part.get_dtype() for name, part in slices.items()}
-        unusable = [f"{sources[name]} ({kind})" for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]
-        _check_complete(file, parameters, sources, shapes, {"unexpected": unexpected, "not floating-point": unusable})
-        for name, parameter in parameters.items():
-            _fill(model, name, parameter, tensors.get_tensor(sources[name]))
-    if any(buffer.is_meta for buffer in model.buffers()):
-        model.prefix.reset_buffers()
+    sources = _fitting(tensors, parameters)
+    place = _place(parameters, device)
+    with torch.no_grad():
+        for name, key in sources.items():
+            _fill(model, name, parameters[name], tensors.read(key), place)
+    model.prefix.reset_buffers()
+
+
+def seed_masters(model: PI05Model, optimizer: Optimizer, path: str | Path) -> None:
+    """Starts the optimizer's fp32 masters of `model` at the values of the checkpoint that it was loaded from.
+
+    Without it they start from the rounded bf16 parameters. Elements that were changed since, and tensors that the file
+    holds in the model's own dtype, stay as they are. Errors as in `load_weights`; ValueError when there are no masters.
+    """
+    trained = named_low_precision(model, optimizer)
+    tensors = TensorFile(weights_file(path))
+    for name, key in _fitting(tensors, dict(model.named_parameters())).items():
+        if name in trained and tensors.dtypes[key] != trained[name].dtype:
+            seed_master(optimizer, trained[name], tensors.read(key))
 
 
 def weights_file(path: str | Path) -> Path:
-    """The safetensors file of a checkpoint folder, or `path` itself when it is a file."""
-    path = Path(path)
-    file = path / WEIGHTS_FILE if path.is_dir() else path
-    if not file.is_file():
-        there = sorted(p.name for p in path.iterdir()) if path.is_dir() else "nothing"
-        raise FileNotFoundError(f"there is no {file}; a pi0.5 checkpoint is one safetensors file ({path} has {there})")
-    return file
+    """The file with the weights of a checkpoint folder (one of WEIGHTS_FILES), or `path` itself when it is a file.
 
-
-def save_weights(model: PI05Model, path: str | Path, layout: CheckpointLayout = "lerobot") -> Path:
-    """Writes the weights so that lerobot or openpi loads them strictly; returns the file.
-
-    path: a folder (then `model.safetensors` inside it) or a file name that ends in .safetensors. Dtypes are kept.
+    Raises FileNotFoundError when there is none, ValueError when there are several.
     """
-    return save_state_dict(model.state_dict(), path, layout)
+    path = Path(path)
+    if path.is_file():
+        return path
+    found = [path / name for name in WEIGHTS_FILES if (path / name).is_file()]
+    if len(found) > 1:
+        raise ValueError(
+            f"{path} holds several files of weights ({', '.join(map(str, found))}); pass the folder of one"
+        )
+    if not found:
+        there = sorted(p.name for p in path.iterdir()) if path.is_dir() else "nothing"
+        raise FileNotFoundError(
+            f"there is no {path / WEIGHTS_FILE}; a pi0.5 checkpoint is one file, {' or '.join(WEIGHTS_FILES)} "
+            f"({path} has {there})"
+        )
+    return found[0]
 
 
-def save_state_dict(state_dict: Mapping[str, Tensor], path: str | Path, layout: CheckpointLayout = "lerobot") -> Path:
-    """As `save_weights`, from the state dict of a PI05Model (for example gathered from shards)."""
-    from safetensors.torch import save_file
+def save_weights(
+    model: PI05Model,
+    path: str | Path | None,
+    layout: CheckpointLayout = "lerobot",
+    optimizer: Optimizer | None = None,
+    *,
+    values: Mapping[str, Tensor] | None = None,
+    frozen_from: str | Path | None = None,
+) -> Path | None:
+    """Writes the weights so that lerobot or openpi loads them strictly, tensor by tensor; returns the file.
 
+    path: a folder (then `model.safetensors` inside it) or a file name that ends in .safetensors. Dtypes are kept, but
+    `optimizer`'s fp32 masters are written in the place of the bf16 parameters that they belong to, and `values` (by our
+    parameter names) in the place of any. frozen_from: the checkpoint from which a prefix in fp8 was loaded; the prefix
+    is copied from there. A sharded model is saved by all ranks together: one has the path, the others None.
+    """
+    masters = {} if optimizer is None else master_values(model, optimizer)
+    frozen = {} if frozen_from is None else _prefix_tensors(model, frozen_from)
+    own = {name: tensor for name, tensor in model.state_dict().items() if not frozen or not name.startswith("prefix.")}
+    return save_state_dict({**own, **masters, **(values or {}), **frozen}, path, layout)
+
+
+def _prefix_tensors(model: PI05Model, path: str | Path) -> dict[str, Tensor]:
+    """The prefix of a checkpoint that fits the model, mapped from the file."""
+    tensors = TensorFile(weights_file(path))
+    sources = _fitting(tensors, dict(model.named_parameters()))
+    return {name: tensors.read(key) for name, key in sources.items() if name.startswith("prefix.")}
+
+
+def save_state_dict(
+    state_dict: Mapping[str, Tensor], path: str | Path | None, layout: CheckpointLayout = "lerobot"
+) -> Path | None:
+    """As `save_weights`, from the state dict of a PI05Model."""
     if layout not in get_args(CheckpointLayout):
         raise ValueError(f"layout={layout!r} is unknown; known: {list(get_args(CheckpointLayout))}")
+    tensors = stored_tensors(state_dict, layout)
+    if path is None:
+        gather_in_turn(tensors)
+        return None
     path = Path(path)
     file = path if path.suffix == ".safetensors" else path / WEIGHTS_FILE
-    tensors = public_state_dict(state_dict)
     without_values = sorted(key for key, tensor in tensors.items() if tensor.is_meta)
     if without_values:
         raise ValueError(
             f"{len(without_values)} tensors have no values (meta device), the first is {without_values[0]}"
         )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_safetensors(file, tensors)
+    return file
+
+
+def stored_tensors(state_dict: Mapping[str, Tensor], layout: CheckpointLayout) -> dict[str, Tensor]:
+    """What a file of `layout` holds, by its keys: 812 tensors at full size, among them both language heads."""
+    tensors = public_state_dict(state_dict)
     embedding = tensors.pop(_EMBEDDING)
     tensors[_TIED_HEAD] = embedding
     expert_width = tensors["action_in_proj.weight"].shape[0]
-    tensors[_UNUSED_HEAD] = torch.zeros(embedding.shape[0], expert_width, dtype=torch.bfloat16)
+    zero = torch.zeros((), dtype=torch.bfloat16, device="cpu")  # it takes memory only while it is written
+    tensors[_UNUSED_HEAD] = zero.expand(embedding.shape[0], expert_width)
     prefix = "model." if layout == "lerobot" else ""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({prefix + k: v.detach().cpu().contiguous() for k, v in tensors.items()}, file, metadata={"format": "pt"})
-    return file
+    return {prefix + key: value for key, value in tensors.items()}
+
+
+def _fitting(tensors: TensorFile, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """{our name: key}, in the order of the file; ValueError that lists everything that does not fit."""
+    sources, unexpected = _match(tensors.shapes, parameters, tensors.file)
+    shapes = {name: tensors.shapes[key] for name, key in sources.items()}
+    dtypes = {key: tensors.dtypes[key] for key in sources.values()}
+    unusable = [f"{key} ({dtype})" for key, dtype in dtypes.items() if not dtype.is_floating_point]
+    wrong = {"unexpected": unexpected, "not floating-point": unusable}
+    _check_complete(tensors.file, parameters, sources, shapes, wrong)
+    place = {key: index for index, key in enumerate(tensors.shapes)}
+    return dict(sorted(sources.items(), key=lambda item: place[item[1]]))
 
 
 def _match(keys: Iterable[str], parameters: Mapping[str, nn.Parameter], file: Path) -> tuple[dict[str, str], list[str]]:
@@ -205,11 +276,25 @@ def _check_complete(
     raise ValueError("\n".join(lines))
 
 
-@torch.no_grad()
-def _fill(model: nn.Module, name: str, parameter: nn.Parameter, value: Tensor) -> None:
-    if not parameter.is_meta:
+def _place(parameters: Mapping[str, nn.Parameter], device: str | torch.device | None) -> torch.device:
+    """Where parameters without values go."""
+    place = torch.get_default_device() if device is None else torch.device(device)
+    if any(parameter.is_meta for parameter in parameters.values()):
+        if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+            raise ValueError("the network is sharded and on the meta device; call model.to_empty(device=...) first")
+        if place.type == "meta":
+            raise ValueError("the meta device holds no values; load the weights to a device that does, such as 'cpu'")
+    elif device is not None:
+        raise ValueError(f"device={str(device)!r} has no effect: the network has its place already; leave it out")
+    return place
+
+
+def _fill(model: nn.Module, name: str, parameter: nn.Parameter, value: Tensor, place: torch.device) -> None:
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(own_slice(value, parameter))
+    elif not parameter.is_meta:
         parameter.copy_(value)
-        return
-    filled = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(value)
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, nn.Parameter(filled, requires_grad=parameter.requires_grad))
+    else:
+        filled = torch.empty(parameter.shape, dtype=parameter.dtype, device=place).copy_(value)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(filled, requires_grad=parameter.requires_grad))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -166,6 +168,19 @@ class PI05Config:
         if unknown:
             raise ValueError(f"unknown pi0.5 configuration keys {unknown}; known: {[f.name for f in fields(cls)]}")
         return cls(**values)
+
+
+def changed_config(config: PI05Config, changes: Mapping[str, Any]) -> PI05Config:
+    """`config` with some fields replaced; nested parts may be given as dictionaries.
+
+    Raises ValueError naming unknown fields and the nearest known ones.
+    """
+    known = [field.name for field in fields(PI05Config)]
+    for name in changes:
+        if name not in known:
+            near = get_close_matches(name, known, n=3)
+            raise ValueError(f"pi0.5 has no configuration field '{name}'; nearest: {near or known}")
+    return replace(config, **changes)
 
 
 def _check_fields(name: str, values: dict[str, Any], kind: type) -> None:

@@ -62,7 +62,7 @@ def fetch_checkpoint(path_or_id: str | Path, revision: str | None = None) -> Pat
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.safetensors", "assets/**"]
+        patterns = ["*.json", "*.safetensors", "full_weights.pt", "actor/model_state_dict/full_weights.pt", "assets/**"]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

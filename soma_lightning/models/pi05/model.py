@@ -10,14 +10,17 @@ tokens, R image resolution.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from soma_kernels.frozen.reference import FP8
+from soma_lightning.frozen_layers import why_no_fp8
 from soma_lightning.models.flow import euler_sample, interpolate
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.expert import ActionExpert
+from soma_lightning.models.pi05.graphs import ExpertGraphs
 from soma_lightning.models.pi05.initialization import initialize_expert
 from soma_lightning.models.pi05.prefix import PI05Prefix, PrefixCache
 
@@ -57,6 +60,7 @@ class PI05Model(nn.Module):
         self.config = config
         self.prefix = PI05Prefix(config)
         self.expert = ActionExpert(config)
+        self.graphs: ExpertGraphs | None = None
         initialize_expert(self.expert)
         cast_to_islands(self, getattr(torch, config.dtype), config.islands)
         self.freeze(config.trainable)
@@ -92,6 +96,8 @@ class PI05Model(nn.Module):
         x_t: [N, H, A] with N = B * T; row n reads prefix row n // T. time: [N], 1 = noise, 0 = data.
         """
         self._check_rows(prefix, x_t, time)
+        if self.graphs is not None:
+            return self.graphs.velocity(prefix, x_t, time)
         v: Tensor = self.expert(prefix, x_t, time)
         return v
 
@@ -112,6 +118,8 @@ class PI05Model(nn.Module):
 
         noise: standard normal [N, H, A]; num_steps: steps of size 1 / num_steps.
         """
+        if self.graphs is not None:
+            return self.graphs.sample(prefix, noise.float(), num_steps)
         return euler_sample(lambda x_t, time: self.velocity(prefix, x_t, time), noise.float(), num_steps)
 
     def freeze(self, trainable: Literal["expert", "all"]) -> None:
@@ -126,9 +134,51 @@ class PI05Model(nn.Module):
             module.requires_grad_(False)
         self.train(self.training)
 
+    def quantize_frozen(self) -> None:
+        """Stores the frozen prefix's matrices in fp8 and runs its products there (frozen_layers.py); not undone.
+
+        Only checkpoints that hold the unrounded weights can be saved afterwards (`checkpoint.save_weights`). Raises
+        ValueError when the prefix trains, is in fp32, keeps its vision tower in fp32, or lies on a device without fp8
+        products.
+        """
+        config = self.config
+        first = next(self.prefix.parameters())
+        wanted = {"trainable": "expert", "dtype": "bfloat16", "islands": "openpi"}
+        for name, value in wanted.items():
+            if getattr(config, name) != value:
+                raise ValueError(f"frozen_precision='fp8' needs {name}={value!r}, got {getattr(config, name)!r}")
+        if why := why_no_fp8(first.device):
+            raise ValueError(f"frozen_precision='fp8': {why}")
+        self.prefix.quantize()
+        self.train(self.training)  # new modules start in training mode
+
     def frozen_modules(self) -> list[nn.Module]:
         """The largest modules of which no parameter trains; they stay in eval mode."""
         return list(_frozen(self))
+
+    def use_cuda_graphs(self, bucket: int = 32, limit: int = 8) -> None:
+        """Records the expert's passes as CUDA graphs, one a shape, and replays them (graphs.py says what that asks).
+
+        bucket: prefixes are padded to multiples of this many tokens. limit: recordings that are kept.
+        """
+        self.graphs = ExpertGraphs(self.expert, bucket, limit)
+
+    def compile_layers(self, bucket: int = 32, **options: Any) -> None:
+        """Compiles the layers that run as modules: each kind once for a shape, because its layers share the code.
+
+        Those of a frozen prefix whose kernels are fused anyway are left alone.
+
+        bucket: compact prefixes are padded to multiples of this many prompt tokens, so that few shapes occur; exact,
+        as all padding. options: of torch.compile. Call it when the parameters are where they stay; copies of the model
+        that are made later would run the layers of this one.
+        """
+        if bucket < 1:
+            raise ValueError(f"bucket={bucket} must be at least 1 token")
+        self.prefix.bucket = bucket
+        for part in (self.expert, *self.prefix.unfused()):
+            for module in part.modules():
+                if type(module).__name__ in self._no_split_modules:
+                    module.forward = torch.compile(module.forward, dynamic=False, **options)
 
     def trainable_names(self) -> list[str]:
         """Names of the parameters that train."""
@@ -143,7 +193,8 @@ class PI05Model(nn.Module):
         wanted = {
             name: _dtype_of(name, getattr(torch, config.dtype), config.islands) for name, _ in self.named_parameters()
         }
-        cast = [f"{name} is {p.dtype}" for name, p in self.named_parameters() if p.dtype != wanted[name]]
+        parameters = {name: p for name, p in self.named_parameters() if p.dtype != FP8}
+        cast = [f"{name} is {p.dtype}" for name, p in parameters.items() if p.dtype != wanted[name]]
         if cast:
             raise ValueError(
                 f"{len(cast)} parameters were cast away from config.dtype={config.dtype!r} with the fp32 islands of "

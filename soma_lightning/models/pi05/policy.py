@@ -5,26 +5,29 @@ B batch, H action horizon (chunk), A action dimensions of the robot, A_max the m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_rank
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from soma_lightning.contract import ACTION, IMAGE_PREFIX, STATE, EnvObservation, Statistics, batch_from_observation
+from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.flow import sample_time
-from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights
-from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights, seed_masters
+from soma_lightning.models.pi05.config import PI05Config, changed_config
 from soma_lightning.models.pi05.config_files import read_config, write_config
+from soma_lightning.models.pi05.dimensions import check_asked_dims, new_dim
 from soma_lightning.models.pi05.folder import fetch_checkpoint, find_statistics, save_side_files, written_at_once
+from soma_lightning.models.pi05.identity import backbone_hash, check_features_fixed, feature_identity
 from soma_lightning.models.pi05.initialization import initialize_from_scratch
 from soma_lightning.models.pi05.model import PI05Model
 from soma_lightning.models.pi05.prefix import PrefixCache
@@ -59,6 +62,8 @@ class PI05Policy(BasePolicy):
         super().__init__()
         self.config = config
         self.statistics_source = "none"
+        self.loaded_from: Path | None = None
+        self.frozen_precision: Literal["fp8"] | None = None
         self.processor = PI05Processor(
             config, statistics, tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras
         )
@@ -80,6 +85,11 @@ class PI05Policy(BasePolicy):
         return self.processor.statistics
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of parameters, so that saving takes all of them."""
+        return any(isinstance(p, DTensor) for p in self.model.parameters())
+
+    @property
     def noise_shape(self) -> tuple[int, int]:
         """(H, A_max): shape of one sample's flow noise."""
         return self.config.chunk_size, self.config.max_action_dim
@@ -93,8 +103,8 @@ class PI05Policy(BasePolicy):
         kept = {feature: dict(statistics[feature]) for feature in (STATE, ACTION) if feature in statistics}
         config = replace(
             self.config,
-            state_dim=_new_dim("state_dim", self.config.state_dim, kept.get(STATE)),
-            action_dim=_new_dim("action_dim", self.config.action_dim, kept.get(ACTION)),
+            state_dim=new_dim("state_dim", self.config.state_dim, kept.get(STATE)),
+            action_dim=new_dim("action_dim", self.config.action_dim, kept.get(ACTION)),
         )
         old = self.processor
         self.processor = PI05Processor(
@@ -109,7 +119,8 @@ class PI05Policy(BasePolicy):
             for feature, stats in (self.statistics or {}).items()
         }
         config: dict[str, Any] = json.loads(json.dumps(self.config.to_dict()))
-        return {"config": config, "statistics": statistics, "statistics_source": self.statistics_source}
+        facts = {"config": config, "statistics": statistics, "statistics_source": self.statistics_source}
+        return facts if self.frozen_precision is None else {**facts, "frozen_precision": self.frozen_precision}
 
     def report_facts(self) -> dict[str, Any]:
         """What the run report says about this policy (JSON-ready)."""
@@ -136,20 +147,52 @@ class PI05Policy(BasePolicy):
             "on_long_prompt": self.processor.on_long_prompt,
             "loss": f"mean over {dims} action dimensions ({config.loss_dims}), {steps}",
             "dtype": f"{config.dtype} ({config.islands} fp32 islands)",
+            "frozen_precision": self.frozen_precision or config.dtype,
+            "frozen_layers": self.model.prefix.path(),
+            "cuda_graphs": self.model.graphs is not None,
         }
+
+    def quantize_frozen(self, precision: Literal["fp8"]) -> None:
+        """Stores the frozen backbone in fp8 and runs its matrix products there; it cannot be undone.
+
+        The policy must have been loaded from a checkpoint: from there `save_pretrained` takes the unrounded backbone.
+        Raises ValueError otherwise, for another precision, and as `PI05Model.quantize_frozen`.
+        """
+        if precision != "fp8":
+            raise ValueError(f"frozen_precision={precision!r} is unknown; it is 'fp8', or None for the policy's dtype")
+        if self.loaded_from is None:
+            raise ValueError(
+                "frozen_precision='fp8' needs a policy that was loaded from a checkpoint: its frozen weights are "
+                "rounded here and saved from there"
+            )
+        self.model.quantize_frozen()
+        self.frozen_precision = precision
 
     def frozen_modules(self) -> list[nn.Module]:
         """The largest modules of which no parameter trains."""
         return self.model.frozen_modules()
 
+    # -- frozen features ----------------------------------------------------------------------------------------------
+
     def backbone_hash(self) -> str:
         """SHA-256 of every backbone tensor (the part that trainable="expert" freezes): name, dtype, shape and bytes."""
-        digest = hashlib.sha256()
-        for name, parameter in sorted(self.model.prefix.named_parameters()):
-            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-            values = parameter.detach().cpu().contiguous()
-            digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return backbone_hash(self)
+
+    def check_features_fixed(self) -> None:
+        """Raises ValueError when `encode_features` may change in training, or cannot run on one rank alone."""
+        check_features_fixed(self)
+
+    def feature_identity(self) -> dict[str, Any]:
+        """Everything but the observations that decides what `encode_features` returns, as JSON values."""
+        return feature_identity(self)
+
+    @torch.no_grad()
+    def encode_features(self, batch: Mapping[str, Any]) -> FrozenFeatures:
+        """What the frozen backbone computes for the observations of a batch: keys and values of every layer."""
+        inputs = self.processor.inputs(self._on_device(batch))
+        # Not through the model's hooks: ranks miss different samples, so that no collective may run here.
+        prefix: PrefixCache = self.model.prefix(inputs.images, inputs.image_masks, inputs.tokens, inputs.token_mask)
+        return prefix.features()
 
     def reset_parameters(self) -> None:
         """Start values for training without a checkpoint (models/pi05/initialization.py says which and why)."""
@@ -167,22 +210,24 @@ class PI05Policy(BasePolicy):
         flow_draws: int = 1,
         state_noise: float = 0.0,
         generator: torch.Generator | None = None,
+        features: FrozenFeatures | None = None,
     ) -> dict[str, Tensor]:
         """Flow-matching loss on a training batch (contract.TRAINING_BATCH).
 
         noise: standard normal float32 [B*T, H, A_max]; time: float32 [B*T] in 0..1, 1 = noise; drawn when None, noise
         before time, T = `flow_draws` draws a sample that share one prefix. Row n belongs to sample n // T.
         state_noise: standard deviation added to the normalised state. generator: of every draw.
+        features: what `encode_features` gave for these observations; the batch's images and prompts are then not read.
 
         Returns loss (0-d mean over what counts), loss_sum and count (0-d; their quotient is loss) and loss_per_dim
         (detached, [A], or [A_max] with config.loss_dims="padded").
-        Raises ValueError for batches or draws that do not fit (see `PI05Processor`).
+        Raises ValueError for batches or draws that do not fit (see `PI05Processor`), and for state_noise with features.
         """
         if flow_draws < 1:
             raise ValueError(f"flow_draws={flow_draws} must be at least 1")
         batch = self._on_device(batch)
         targets = self.processor.targets(batch)
-        prefix = self._encode(batch, state_noise, generator)
+        prefix = self._prefix(batch, features, state_noise, generator)
         rows = len(targets.actions) * flow_draws
         noise = self._noise(rows, generator) if noise is None else self._checked_noise(noise, rows)
         time = self._time(rows, generator) if time is None else _checked_time(time, rows, self.device)
@@ -190,9 +235,17 @@ class PI05Policy(BasePolicy):
         errors_NHA = self.model.flow_loss(prefix, targets.actions, noise, time)[..., :dims]
         return _reduced(errors_NHA, targets.counts, flow_draws)
 
-    def _encode(
-        self, batch: Mapping[str, Any], state_noise: float = 0.0, generator: torch.Generator | None = None
+    def _prefix(
+        self,
+        batch: Mapping[str, Any],
+        features: FrozenFeatures | None,
+        state_noise: float = 0.0,
+        generator: torch.Generator | None = None,
     ) -> PrefixCache:
+        if features is not None:
+            if state_noise:
+                raise ValueError(f"state_noise={state_noise} would change the prompts that features were computed from")
+            return PrefixCache.from_features(features, self.config.language.head_dim)
         inputs = self.processor.inputs(batch, state_noise=state_noise, generator=generator)
         return self.model.encode_prefix(inputs.images, inputs.image_masks, inputs.tokens, inputs.token_mask)
 
@@ -230,17 +283,19 @@ class PI05Policy(BasePolicy):
         noise: Tensor | None = None,
         num_steps: int | None = None,
         generator: torch.Generator | None = None,
+        features: FrozenFeatures | None = None,
     ) -> Tensor:
         """Action chunks [B, H, A] float32 in raw units for the observations of a batch (actions are not read).
 
         noise: [B, H, A_max] to start from, drawn from `generator` when None. num_steps: Euler steps, by default
-        config.num_inference_steps. Raises ValueError for batches, noise or steps that do not fit.
+        config.num_inference_steps. features: as in `sft_forward`.
+        Raises ValueError for batches, noise or steps that do not fit.
         """
         num_steps = self.config.num_inference_steps if num_steps is None else num_steps
         if num_steps < 1:
             raise ValueError(f"num_steps={num_steps} must be at least 1")
         batch = self._on_device(batch)
-        prefix = self._encode(batch)
+        prefix = self._prefix(batch, features)
         rows = len(prefix.lengths)
         noise = self._noise(rows, generator) if noise is None else self._checked_noise(noise, rows)
         return self.processor.actions(self.model.sample_actions(prefix, noise, num_steps), batch)
@@ -309,18 +364,45 @@ class PI05Policy(BasePolicy):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, folder: str | Path, layout: CheckpointLayout = "lerobot") -> None:
+    def seed_masters(self, optimizer: Optimizer) -> None:
+        """Starts the optimizer's fp32 masters at the values of the checkpoint that this policy was loaded from.
+
+        For bf16 training from an fp32 checkpoint: without it the masters start from the rounded parameters. Call it
+        after `optimizer` was built and before its state is restored; PI05Module does. ValueError when the policy was
+        not loaded, or the optimizer keeps no masters (FP32MasterAdamW does).
+        """
+        if self.loaded_from is None:
+            raise ValueError("this policy was not loaded from a checkpoint, so masters start from its parameters")
+        seed_masters(self.model, optimizer, self.loaded_from)
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        layout: CheckpointLayout = "lerobot",
+        *,
+        optimizer: Optimizer | None = None,
+        values: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Writes config.json, model.safetensors, the statistics, and the tokenizer when it is the built-in one.
 
         The folder appears whole or not at all; an earlier checkpoint there is replaced. layout: "lerobot", or "openpi"
-        (statistics under assets/). Raises FileExistsError when the folder holds other files, ValueError for an unknown
-        layout.
+        (statistics under assets/). optimizer: its fp32 masters are written in the place of its bf16 parameters, so
+        that nothing of what was trained is rounded. values: tensors to write instead of parameters, by the model's
+        names (averaged weights). An fp8 backbone is copied from the checkpoint it was loaded from. A sharded policy is
+        saved by all ranks together: each calls this, rank 0 writes.
+        Raises FileExistsError when the folder holds other files, ValueError for an unknown layout and for an optimizer
+        without masters.
         """
         if layout not in ("lerobot", "openpi"):
             raise ValueError(f"layout must be 'lerobot' or 'openpi', got {layout!r}")
+        source = None if self.frozen_precision is None else self.loaded_from
+        weights: dict[str, Any] = {"optimizer": optimizer, "values": values, "frozen_from": source}
+        if self.is_sharded and get_rank() != 0:
+            save_weights(self.model, None, layout, **weights)
+            return
         with written_at_once(Path(folder)) as new:
             write_config(self.config, new, layout)
-            save_weights(self.model, new, layout)
+            save_weights(self.model, new, layout, **weights)
             if self.statistics is not None:
                 save_side_files(new, layout, self.config, self.statistics)
             if self.config.tokenizer == BUILTIN:
@@ -332,8 +414,11 @@ class PI05Policy(BasePolicy):
         path_or_id: str | Path,
         revision: str | None = None,
         *,
+        device: str | torch.device | None = None,
+        config: PI05Config | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
         trainable: Literal["expert", "all"] | None = None,
+        frozen_precision: Literal["fp8"] | None = None,
         action_dim: int | None = None,
         statistics: Statistics | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -341,11 +426,17 @@ class PI05Policy(BasePolicy):
         on_long_prompt: OnLongPrompt = "error",
         missing_cameras: MissingCameras = "error",
     ) -> PI05Policy:
-        """Loads a checkpoint folder (lerobot or openpi layout) or a hub repository, strictly.
+        """Loads a checkpoint folder (lerobot, openpi or RLinf layout) or a hub repository, strictly.
 
-        revision: of a hub repository. dtype, trainable, action_dim and `changes` (any other field of PI05Config)
-        replace what the checkpoint says. statistics: instead of the checkpoint's. tokenizer: instead of
+        Nothing is initialised first, and every tensor goes from the mapped file to its place and dtype by itself: host
+        memory holds about one tensor beside the policy.
+
+        revision: of a hub repository. device: of the policy, by default torch's default device (the CPU, unless
+        `torch.device(...)`, `trainer.init_module()` or `fabric.init_module()` is entered). config: instead of the
+        folder's config.json, which RLinf's have none of. dtype, trainable, action_dim and `changes` (any other field of
+        PI05Config) replace what the checkpoint says. statistics: instead of the checkpoint's. tokenizer: instead of
         config.tokenizer's. Without statistics anywhere, `set_statistics` must follow before use.
+        frozen_precision: "fp8" stores the frozen backbone in fp8 and runs its products there; None: in `dtype`.
 
         Raises FileNotFoundError or OSError when there is no such checkpoint, ValueError for a file that is damaged, for
         weights that do not fit (missing, unexpected and mis-shaped keys in one message), for unknown `changes`, and for
@@ -357,7 +448,7 @@ class PI05Policy(BasePolicy):
         if twice:
             raise ValueError(f"{twice} are given both as arguments and in changes; give each once")
         folder = fetch_checkpoint(path_or_id, revision)
-        saved = read_config(folder)
+        saved = read_config(folder) if config is None else config
         config = changed_config(saved, {**(changes or {}), **overrides})
         if tokenizer is None and config.tokenizer == BUILTIN:
             tokenizer = load_builtin_tokenizer(folder)
@@ -367,9 +458,12 @@ class PI05Policy(BasePolicy):
             found = None
         with torch.device("meta"):  # start values would be thrown away
             policy = cls(config, tokenizer=tokenizer, on_long_prompt=on_long_prompt, missing_cameras=missing_cameras)
-        load_weights(policy.model, folder)
+        load_weights(policy.model, folder, device)
+        policy.loaded_from = folder
+        if frozen_precision is not None:
+            policy.quantize_frozen(frozen_precision)
         if found is not None:
-            _check_asked_dims({**(changes or {}), **overrides}, found[0])
+            check_asked_dims({**(changes or {}), **overrides}, found[0])
             policy.set_statistics(found[0], source=found[1] if statistics is not None else f"checkpoint ({found[1]})")
         return policy
 
@@ -386,73 +480,6 @@ def _reduced(errors_NHA: Tensor, counts_BH: Tensor, flow_draws: int) -> dict[str
         "count": count,
         "loss_per_dim": sum_A.detach() / steps.clamp(min=1),
     }
-
-
-def changed_config(config: PI05Config, changes: Mapping[str, Any]) -> PI05Config:
-    """`config` with some fields replaced; nested parts may be given as dictionaries.
-
-    Raises ValueError naming unknown fields and the nearest known ones.
-    """
-    known = [field.name for field in fields(PI05Config)]
-    for name in changes:
-        if name not in known:
-            near = get_close_matches(name, known, n=3)
-            raise ValueError(f"pi0.5 has no configuration field '{name}'; nearest: {near or known}")
-    return replace(config, **changes)
-
-
-def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05Policy:
-    """Builder of model_type "pi05" for the registry.
-
-    cfg: model_path (folder or hub id; None builds a fresh policy), revision, size
-    ("base" or "tiny", without model_path), and any field of PI05Config. torch_dtype: float32, bfloat16, or None for the
-    checkpoint's. Raises ValueError for anything else.
-    """
-    settings = dict(cfg)
-    for handled in ("model_type", "precision"):
-        settings.pop(handled, None)
-    path, revision, size = (settings.pop(name, None) for name in ("model_path", "revision", "size"))
-    if settings.pop("is_lora", False):
-        raise ValueError("is_lora=true: pi0.5 has no LoRA here; trainable='expert' trains the action expert only")
-    if torch_dtype is not None:
-        if torch_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"pi0.5 runs in float32 or bfloat16, not {torch_dtype}; set precision to fp32 or bf16")
-        settings["dtype"] = str(torch_dtype).removeprefix("torch.")
-    if path is not None:
-        if size is not None:
-            raise ValueError(f"size={size!r} has no effect with model_path={path!r}; leave one of them out")
-        return PI05Policy.from_pretrained(path, revision=revision, changes=settings)
-    if revision is not None:
-        raise ValueError(f"revision={revision!r} has no effect without model_path; set model_path to a hub id")
-    sizes = {None: PI05Config.base, "base": PI05Config.base, "tiny": PI05Config.tiny}
-    if size not in sizes:
-        raise ValueError(f"size={size!r} is unknown; known: base, tiny")
-    return PI05Policy(changed_config(sizes[size](), settings))
-
-
-def _new_dim(name: str, before: int | None, stats: Mapping[str, np.ndarray] | None) -> int | None:
-    """Length of a feature's statistics; without any, the dimension stays what it was."""
-    dim = _dim_of(stats)
-    dim = before if dim is None else dim
-    if before not in (None, dim):
-        log.warning("%s changes from %s to %s, the dimension of the new statistics", name, before, dim)
-    return dim
-
-
-def _dim_of(stats: Mapping[str, np.ndarray] | None) -> int | None:
-    return next((len(value) for stat, value in (stats or {}).items() if stat != "count"), None)
-
-
-def _check_asked_dims(changes: Mapping[str, Any], statistics: Statistics) -> None:
-    """Raises ValueError for a dimension that was asked for and that these statistics do not have."""
-    for name, feature in (("action_dim", ACTION), ("state_dim", STATE)):
-        asked = changes.get(name)
-        dim = _dim_of(statistics.get(feature))
-        if asked is not None and dim not in (None, asked):
-            raise ValueError(
-                f"{name}={asked} was asked for, but the statistics of {feature} have {dim} dimensions, and the "
-                f"dimension follows them; pass statistics=... of the {asked}-dimensional data"
-            )
 
 
 def _checked_time(time: Tensor, rows: int, device: torch.device) -> Tensor:

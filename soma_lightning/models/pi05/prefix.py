@@ -18,8 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PaliGemmaConfig, PaliGemmaModel
 
+from soma_lightning.frozen_layers import Fp8Embedding, compute_dtype, has_kernels, quantize_linears
+from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.frozen import run_language, run_vision, why_stock
 from soma_lightning.models.pi05.rotary import RotaryTable, rotary_table, rotate
+
+#: The one part of pi0.5's frozen features.
+KEYS_VALUES = "keys_values"
 
 
 @dataclass
@@ -29,12 +35,41 @@ class PrefixCache:
     keys, values: one tensor [B, Hkv, P, D] a layer; keys after RoPE.
     mask: bool [B, P], True = readable; None when every row is full. Masked entries may hold anything.
     lengths: int64 [B], readable tokens of each row, which is also the position of the first action token.
+    streams: the one tensor that keys and values are views of, if there is one (see `of_streams`).
     """
 
     keys: list[Tensor]
     values: list[Tensor]
     mask: Tensor | None
     lengths: Tensor
+    streams: Tensor | None = None
+
+    @classmethod
+    def of_streams(cls, streams: Tensor, head_dim: int, mask: Tensor | None, lengths: Tensor) -> PrefixCache:
+        """Views of [2 * layers, B, P, Hkv * D], keys before values of each layer."""
+        parts = streams.view(*streams.shape[:-1], -1, head_dim).transpose(2, 3).unbind(0)
+        return cls(list(parts[::2]), list(parts[1::2]), mask, lengths, streams)
+
+    def features(self) -> FrozenFeatures:
+        """What a feature cache keeps: `KEYS_VALUES` [2 * layers, B, P, Hkv * D], keys before values of each layer.
+
+        The cache must be compact: readable tokens first.
+        """
+        streams = self.streams
+        if streams is None:
+            pairs = zip(self.keys, self.values, strict=True)
+            streams = torch.stack([x_BHPD.transpose(1, 2).flatten(2) for pair in pairs for x_BHPD in pair])
+        return FrozenFeatures({KEYS_VALUES: streams}, tuple(self.lengths.tolist()))
+
+    @classmethod
+    def from_features(cls, features: FrozenFeatures, head_dim: int) -> PrefixCache:
+        """The same cache: views of the features' memory, in the layout that `PI05Prefix` hands out."""
+        streams = features.parts[KEYS_VALUES]
+        lengths = features.lengths_on(streams.device)
+        longest = max(features.lengths)
+        columns = torch.arange(longest, device=lengths.device)
+        mask = None if min(features.lengths) == longest else columns < lengths[:, None]
+        return cls.of_streams(streams, head_dim, mask, lengths)
 
 
 @dataclass(frozen=True)
@@ -134,6 +169,10 @@ class PI05Prefix(nn.Module):
         self.image_tokens = config.image_tokens
         self.image_resolution = config.image_resolution
         self.head_dim = config.language.head_dim
+        #: Compact sequences are padded to a multiple of this many prompt tokens, so that few lengths occur.
+        self.bucket = 1
+        #: Frozen layers run fused where they can; False: as stock modules.
+        self.fuse_frozen = True
         self.paligemma = PaliGemmaModel(paligemma_config(config))
         language = self.paligemma.language_model
         language.layers = nn.ModuleList(PrefixLayer(layer) for layer in language.layers)
@@ -147,6 +186,12 @@ class PI05Prefix(nn.Module):
         embed.embed_scale = torch.tensor(embed.scalar_embed_scale, device=device)
         vision = self.paligemma.vision_tower.embeddings
         vision.position_ids = torch.arange(vision.num_positions, device=device)[None]
+
+    def quantize(self) -> None:
+        """Every matrix in fp8: linear layers and the token embedding; norms, patches and positions stay."""
+        quantize_linears(self.paligemma)
+        stock = self.paligemma.get_input_embeddings()
+        self.paligemma.set_input_embeddings(Fp8Embedding(stock, stock.scalar_embed_scale))
 
     def unreached_modules(self) -> list[nn.Module]:
         """Modules that exist in every checkpoint but feed nothing: all of the last layer but norm, k_proj and v_proj.
@@ -171,29 +216,65 @@ class PI05Prefix(nn.Module):
         device = self.paligemma.get_input_embeddings().weight.device
         packing = self._pack(image_masks, token_mask, device, compact)
         x = self._embed(images, tokens.to(device), packing)
+        layers = self.paligemma.language_model.layers
+        if self.why_stock(layers) is None:
+            streams = run_language(layers, x, packing.positions, packing.mask)
+            return PrefixCache.of_streams(streams, self.head_dim, packing.mask, packing.lengths)
         rotary = rotary_table(packing.positions, self.head_dim, x.dtype)
         keys, values = [], []
-        layers = self.paligemma.language_model.layers
         for i, layer in enumerate(layers):
             x, k, v = layer(x, rotary, packing.mask, keys_values_only=i == len(layers) - 1)
             keys.append(k)
             values.append(v)
         return PrefixCache(keys, values, packing.mask, packing.lengths)
 
+    def path(self) -> str:
+        """How vision and language layers run, for the run report."""
+        kernels = has_kernels(self.paligemma.get_input_embeddings().weight.device)
+        fused = "fused (Triton kernels)" if kernels else "fused (torch)"
+        found = {name: self.why_stock(layers) for name, layers in self._stacks().items()}
+        return ", ".join(f"{name}: {fused if why is None else f'stock modules ({why})'}" for name, why in found.items())
+
+    def unfused(self) -> list[nn.ModuleList]:
+        """Stacks of layers that run as stock modules."""
+        return [layers for layers in self._stacks().values() if self.why_stock(layers) is not None]
+
+    def _stacks(self) -> dict[str, nn.ModuleList]:
+        paligemma = self.paligemma
+        return {"vision": paligemma.vision_tower.encoder.layers, "language": paligemma.language_model.layers}
+
+    def why_stock(self, layers: nn.ModuleList) -> str | None:
+        """Why the language or vision layers run as stock modules, as a phrase; None when they run fused."""
+        if any(p.requires_grad for p in self.parameters()):
+            return "a part of the prefix trains"
+        device = self.paligemma.get_input_embeddings().weight.device
+        return why_stock(layers, device) if self.fuse_frozen else "fuse_frozen is off"
+
     def _embed(self, images: list[Tensor], tokens: Tensor, packing: _Packing) -> Tensor:
         """[B, P, W] in the dtype of the language model's matrix products."""
-        dtype = self.paligemma.language_model.layers[0].self_attn.q_proj.weight.dtype
+        dtype = compute_dtype(self.paligemma.language_model.layers[0].self_attn.q_proj)
         # The Gemma embedding multiplies by sqrt(W) itself; image features are used as they are.
         parts = [self.paligemma.get_input_embeddings()(tokens[:, : packing.num_prompt_tokens]).to(dtype)]
         if packing.cameras:
             pixels = torch.stack([_readable(images[c], packing.rows[c], tokens.device) for c in packing.cameras], dim=1)
             pixels = pixels.flatten(0, 1)
-            features = self.paligemma.get_image_features(pixels).pooler_output
+            features = self._image_features(pixels)
             parts.insert(0, features.to(dtype).view(tokens.shape[0], -1, features.shape[-1]))
         x = torch.cat(parts, dim=1)
         if packing.order is None:
             return x
         return x.gather(1, packing.order[..., None].expand(-1, -1, x.shape[-1]))
+
+    def _image_features(self, pixels: Tensor) -> Tensor:
+        """[N, 3, R, R] -> [N, I, W]."""
+        tower = self.paligemma.vision_tower
+        if self.why_stock(tower.encoder.layers) is not None:
+            stock: Tensor = self.paligemma.get_image_features(pixels).pooler_output
+            return stock
+        x = _patches(pixels, tower.embeddings).to(compute_dtype(tower.encoder.layers[0].self_attn.q_proj))
+        encoded: Tensor = tower.post_layernorm(run_vision(tower.encoder.layers, x))
+        features: Tensor = self.paligemma.multi_modal_projector(encoded)
+        return features
 
     def _pack(self, image_masks: list[Tensor], token_mask: Tensor, device: torch.device, compact: bool) -> _Packing:
         B, L = token_mask.shape
@@ -216,7 +297,7 @@ class PI05Prefix(nn.Module):
             raise ValueError(f"row {row} has neither a readable image nor a readable prompt token; every row needs one")
         cameras = [c for c in range(C) if some[c] or not compact]
         rows = [None if all_rows[c] else image_masks[c] for c in range(C)]
-        num_prompt_tokens = last_column if compact else L
+        num_prompt_tokens = min(L, _rounded_up(last_column, self.bucket)) if compact else L
         valid = torch.cat([cameras_BC[:, cameras].repeat_interleave(self.image_tokens, 1), token_mask], dim=1)
         valid = valid[:, : len(cameras) * self.image_tokens + num_prompt_tokens].to(device)
         lengths = lengths.to(device)
@@ -224,11 +305,12 @@ class PI05Prefix(nn.Module):
         if not compact:
             positions = (valid.cumsum(1) - 1).clamp_(min=0)
             return _Packing(cameras, rows, num_prompt_tokens, None, mask, positions, lengths)
-        order = None
+        order, width = None, valid.shape[1]
         if not (right_padded and all(all_rows[c] for c in cameras)):
-            order = valid.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :longest]
-            mask = None if shortest == longest else torch.arange(longest, device=device) < lengths[:, None]
-        positions = torch.arange(longest, device=device)[None]
+            width = min(width, _rounded_up(longest, self.bucket))
+            order = valid.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]
+            mask = None if shortest == width else torch.arange(width, device=device) < lengths[:, None]
+        positions = torch.arange(width, device=device)[None]
         return _Packing(cameras, rows, num_prompt_tokens, order, mask, positions, lengths)
 
     def _check(self, images: list[Tensor], image_masks: list[Tensor], tokens: Tensor, token_mask: Tensor) -> None:
@@ -250,6 +332,10 @@ class PI05Prefix(nn.Module):
                 raise ValueError(f"image_masks[{c}] must be [B] = {(B,)}, got {tuple(mask.shape)}")
 
 
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 def _readable(image: Tensor, rows: Tensor | None, device: torch.device) -> Tensor:
     """The image on `device`, zero in the rows that lack it.
 
@@ -259,7 +345,18 @@ def _readable(image: Tensor, rows: Tensor | None, device: torch.device) -> Tenso
     return image if rows is None else image.where(rows.to(device)[:, None, None, None], 0.0)
 
 
+def _patches(pixels: Tensor, embeddings: Any) -> Tensor:
+    """[N, 3, R, R] -> [N, I, W]: the patch convolution as one matrix product, and the learned positions."""
+    conv = embeddings.patch_embedding
+    side, grid = conv.stride[0], pixels.shape[-1] // conv.stride[0]
+    patches = pixels.to(conv.weight.dtype).view(len(pixels), -1, grid, side, grid, side)
+    flat = patches.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), grid * grid, -1)
+    embedded = F.linear(flat, conv.weight.flatten(1), conv.bias)
+    positions: Tensor = embeddings.position_embedding.weight
+    return embedded + positions.to(embedded.dtype)
+
+
 def _match_encoder_dtype(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Casts patch embeddings to the encoder's dtype (openpi keeps the embeddings in fp32 and the encoder in bf16)."""
-    dtype = encoder.layers[0].self_attn.q_proj.weight.dtype
+    dtype = compute_dtype(encoder.layers[0].self_attn.q_proj)
     return args, {**kwargs, "inputs_embeds": kwargs["inputs_embeds"].to(dtype)}

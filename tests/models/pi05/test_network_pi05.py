@@ -160,6 +160,43 @@ def test_compaction_is_exact(name: str, kv_heads: int) -> None:
         torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-5 * max(1.0, reference.abs().max().item()))
 
 
+@pytest.mark.parametrize("name", RAGGED)
+def test_buckets_change_lengths_only(name: str) -> None:
+    model = small_model()
+    expected = velocity(model, RAGGED[name])
+    longest = int(model.encode_prefix(*RAGGED[name]).lengths.max())
+    model.prefix.bucket = 4
+    prefix = model.encode_prefix(*RAGGED[name])
+    width = prefix.keys[0].shape[2]
+    assert longest <= width < longest + 4
+    assert prefix.mask is None or prefix.mask.shape == (B, width)
+    torch.testing.assert_close(velocity(model, RAGGED[name]), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_layers_train_as_eager_ones_and_share_their_code() -> None:
+    results, compiled = [], []
+
+    def backend(graph: Any, example: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    for compiles in (False, True):
+        model = small_model(trainable="all")
+        if compiles:
+            model.compile_layers(bucket=4, backend=backend)
+        v = velocity(model, RAGGED["prompt_padding"])
+        v.square().mean().backward()
+        results.append((v.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (v, grads), (v_compiled, grads_compiled) = results
+    torch.testing.assert_close(v_compiled, v, rtol=1e-5, atol=1e-6)
+    assert grads.keys() == grads_compiled.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grads_compiled[name], grad, rtol=1e-4, atol=1e-5 * max(1.0, grad.abs().max().item()))
+    assert 4 <= len(compiled) <= 6  # vision, two kinds of language layer, expert: not one for each of 7 layers
+    with pytest.raises(ValueError, match="bucket=0 must be at least 1 token"):
+        model.compile_layers(bucket=0)
+
+
 def test_a_hole_in_the_prompt_takes_no_position() -> None:
     model = small_model()
     images, image_masks, tokens, token_mask = make_inputs([6, 6, 6])

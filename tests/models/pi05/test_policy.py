@@ -16,7 +16,7 @@ import torch
 from soma_lightning import models
 from soma_lightning.models import PI05Config, PI05Policy
 from soma_lightning.models.flow import sample_time
-from soma_lightning.models.pi05.policy import build_pi05
+from soma_lightning.models.pi05.building import build_pi05
 from soma_lightning.models.policy import BasePolicy, ForwardType, check_policy
 
 

@@ -1,0 +1,58 @@
+"""When are frozen features of two policies the same? What a feature cache asks a pi0.5 policy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from soma_lightning.contract import STATE
+
+if TYPE_CHECKING:
+    from soma_lightning.models.pi05.policy import PI05Policy
+
+
+def backbone_hash(policy: PI05Policy) -> str:
+    """See `PI05Policy.backbone_hash`; the scales of fp8 weights are counted with them."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(policy.model.prefix.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        values = tensor.detach().cpu().contiguous()
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def check_features_fixed(policy: PI05Policy) -> None:
+    """See `PI05Policy.check_features_fixed`."""
+    if policy.config.trainable != "expert":
+        raise ValueError(
+            f"a feature cache needs a frozen backbone, but config.trainable={policy.config.trainable!r} trains it; "
+            "set trainable='expert', or feature_cache=null"
+        )
+    if any(isinstance(p, DTensor) for p in policy.model.prefix.parameters()):
+        raise ValueError(
+            "the frozen backbone is sharded, so no rank can compute features that the others have; set the "
+            "strategy's frozen='replicate', or feature_cache=null"
+        )
+
+
+def feature_identity(policy: PI05Policy) -> dict[str, Any]:
+    """See `PI05Policy.feature_identity`."""
+    config, processor = policy.config, policy.processor
+    names = ["cameras", "image_resolution", "zero_images", "prompt", "tokenizer_max_length", "dtype"]
+    if config.prompt == "state":
+        names += ["normalization", "normalization_eps"]
+    vocabulary = json.dumps(sorted(processor.prompts.tokenizer.get_vocab().items()))
+    statistics = policy.describe()["statistics"].get(STATE) if config.prompt == "state" else None
+    return {
+        "layout": "pi0.5 keys and values, version 1",
+        "backbone": backbone_hash(policy),
+        **json.loads(json.dumps({name: getattr(config, name) for name in names})),
+        "missing_cameras": processor.missing_cameras,
+        "on_long_prompt": processor.on_long_prompt,
+        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        "state_statistics": statistics,
+    }
