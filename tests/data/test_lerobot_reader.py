@@ -227,6 +227,8 @@ def test_image_shapes_may_be_declared_channels_first(record: Record) -> None:
         ({"cameras": {CAMERA: CAMERA, WRIST: CAMERA}}, "several cameras to"),
         ({"state_key": "observation.pose"}, "state_key='observation.pose' is no column"),
         ({"action_indices": [2]}, r"action_indices=\[2\] must name dimensions 0 to 1"),
+        ({"action_indices": [0, 0]}, r"action_indices=\[0, 0\] names a dimension twice"),
+        ({"state_indices": [1, 2, 1]}, r"state_indices=\[1, 2, 1\] names a dimension twice"),
         ({"state_indices": []}, r"state_indices=\[\]"),
         ({"state_key": CAMERA}, f"column '{CAMERA}' is declared as image"),
     ],
