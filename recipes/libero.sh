@@ -15,6 +15,16 @@ EPISODES=${EPISODES:-50} STREAM=${STREAM:-0} BASE_OPTIONS=${BASE_OPTIONS:-} TUNE
 TASK=put_the_bowl_on_the_plate
 # Two thirds of the drawing time, for edges and mirror images that 64 pixels hardly show.
 DRAWING='"reflections": false, "multisampling": false'
+fail() { echo "error: $*" >&2 && exit 2; } # what a command would refuse an hour later
+for name in SEED BASE_DEMOS DEMOS EPISODES WORKERS IMAGE_SIZE STREAM; do
+  [[ ${!name} =~ ^(0|[1-9][0-9]*)$ ]] || fail "$name=${!name} must be a whole number"
+done
+[ "$DEMOS" -ge 2 ] || fail "DEMOS=$DEMOS must be at least 2: one demonstration is kept for validation"
+[ "$EPISODES" -ge 1 ] || fail "EPISODES=$EPISODES must be at least 1"
+[ "$STREAM" -ne 0 ] || [ "$EPISODES" -le 50 ] ||
+  fail "EPISODES=$EPISODES, but the benchmark has 50 initial states; ask for at most 50, or set STREAM=1000"
+[ "$STREAM" -ne $((SEED + 1)) ] ||
+  fail "STREAM=$STREAM is what the demonstrations of seed $SEED start from; take 0, or another one from 1000 on"
 say() { printf '\n== [%4d s] %s\n' "$SECONDS" "$*"; }
 kept() { [ -e "$1" ] && echo "kept: $1"; } # both are written whole, at the end
 

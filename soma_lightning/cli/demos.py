@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from soma_lightning.envs.demos import (
 )
 from soma_lightning.envs.registry import EXPERTS, EnvSpec
 from soma_lightning.envs.somatable import TASKS
+from soma_lightning.envs.worker import WorkerError
+from soma_lightning.locks import lock_file
 
 
 def build_parser() -> CommandParser:
@@ -65,6 +69,23 @@ def available_cpus() -> int:
     return min(8, usable_cores())
 
 
+@contextmanager
+def one_at_a_time(out: Path) -> Iterator[None]:
+    """Keeps other recordings out of `out`. ValueError when there is one, OSError when nothing can be written."""
+    target = out.resolve()
+    path = target.with_name(f".{target.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(path, f"another soma demos records into {out}; wait for it, or choose another --out")
+    except OSError as error:
+        raise OSError(f"the data set '{out}' cannot be written: {error}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.close()
+
+
 def open_store(out: Path, identity: dict[str, Any], *, overwrite: bool) -> AttemptStore:
     """Attempts of an earlier run that was stopped, or none. ValueError for those of other settings."""
     target = out.resolve()
@@ -92,6 +113,11 @@ def record(options: Namespace) -> RecordingSummary:
         timeout_s=options.timeout_s,
         **conditions,
     )
+    with one_at_a_time(Path(options.out)):
+        return _record(options, spec, conditions)
+
+
+def _record(options: Namespace, spec: EnvSpec, conditions: dict[str, Any]) -> RecordingSummary:
     store = open_store(Path(options.out), recording_identity(spec, **conditions), overwrite=options.overwrite)
     with LeRobotWriter(
         options.out,
@@ -120,6 +146,10 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv)
     try:
         summary = record(options)
+    except WorkerError as error:
+        kept = "Finished attempts are kept: the same command goes on where it stopped."
+        print(f"soma demos: error: {error}\n{kept}", file=sys.stderr)
+        return 2
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"soma demos: error: {error}", file=sys.stderr)
         return 2

@@ -209,9 +209,8 @@ def main(argv: list[str]) -> int:
     try:
         evaluate_policy(tasks=options.pop("task"), **options)
     except WorkerError as error:
-        print(
-            f"error: {error}\nFinished episodes are kept: the same command goes on where it stopped.", file=sys.stderr
-        )
+        kept = "\nFinished episodes are kept: the same command goes on where it stopped."
+        print(f"error: {error}{kept * any(error.episodes.values())}", file=sys.stderr)
         return 2
     except (ValueError, OSError, ImportError, RenderingUnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -27,6 +27,12 @@ CAUSE = re.compile(r"Problem with given class_path '([^']+)':\n(.*?)\n\s*- Expec
 UNION_CAUSE = re.compile(
     r"any of the Union subtypes.*?Errors:\n\s*- (.*?)\n\s*- Expected a <class 'NoneType'>", re.DOTALL
 )
+#: The same of a dataclass beside simpler types, as in `str | bool | ImageAugmentation`.
+LAST_CAUSE = re.compile(
+    r"any of the Union subtypes.*?Errors:\n(?:\s*- Expected a <class '[^']+'>\n)+\s*- (?!Expected a <class)(.*?)"
+    r"\n\s*Given value type",
+    re.DOTALL,
+)
 
 
 def options_of(class_path: str) -> list[str]:
@@ -63,8 +69,9 @@ def explain(message: str, known: Iterable[str]) -> str:
     cause = CAUSE.search(message)
     if cause is not None:
         return f"{cause.group(1)}: {textwrap.dedent(cause.group(2)).strip()}"
-    union_cause = UNION_CAUSE.search(message)
-    return textwrap.dedent(union_cause.group(1)).strip() if union_cause else message
+    union_cause = UNION_CAUSE.search(message) or LAST_CAUSE.search(message)
+    # The cause may be another union's: that of an argument inside that of its class.
+    return explain(textwrap.dedent(union_cause.group(1)).strip(), known) if union_cause else message
 
 
 class ShortErrors:

@@ -152,7 +152,7 @@ class FrameScan:
         problem: Callable[..., None] = self.findings.problem if complain else (lambda *_: None)
         try:
             file = pq.ParquetFile(self.root / name)
-        except (OSError, pa.ArrowException) as error:
+        except fmt.PARQUET_ERRORS as error:
             problem(f"cannot be read as parquet: {error}", name)
             return
         there = file.schema_arrow.names
@@ -166,7 +166,7 @@ class FrameScan:
         for group in range(file.metadata.num_row_groups):
             try:
                 yield file.read_row_group(group, columns=[key for key in columns if key in there])
-            except (OSError, pa.ArrowException) as error:
+            except fmt.PARQUET_ERRORS as error:
                 problem(f"row group {group} cannot be read: {error}", name)
 
     def _integers(self, name: str, table: Any, key: str) -> Integers | None:

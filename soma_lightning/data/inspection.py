@@ -175,7 +175,7 @@ def _summarize(
                 "height": info.features[key].image_size[0],
                 "width": info.features[key].image_size[1],
                 "dtype": info.features[key].dtype,
-                "codec": _codec(root, info, key, raw["features"][key]),
+                "codec": _codec(root, info, key),
                 "frames": check.total,
                 "decoded": check.checked,
                 "broken": check.broken,
@@ -195,10 +195,10 @@ def _summarize(
     }
 
 
-def _codec(root: Path, info: fmt.DatasetInfo, key: str, described: Mapping[str, Any]) -> str:
+def _codec(root: Path, info: fmt.DatasetInfo, key: str) -> str:
     """A video's codec as the metadata say, an embedded image's format as its first frame says; "unknown" otherwise."""
     if key in info.video_keys:
-        return str((described.get("info") or {}).get("video.codec", "unknown"))
+        return str((info.features[key].video_info or {}).get("video.codec", "unknown"))
     try:
         path = min(root.glob("data/*/*.parquet"))
         first = next(pq.ParquetFile(path).iter_batches(batch_size=1, columns=[key]))

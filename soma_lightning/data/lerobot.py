@@ -294,6 +294,8 @@ def _choose_dimensions(
     size = values.shape[1]
     if not indices or any(not 0 <= index < size for index in indices):
         raise ValueError(f"{argument}={list(indices)} must name dimensions 0 to {size - 1}")
+    if len(set(indices)) != len(indices):
+        raise ValueError(f"{argument}={list(indices)} names a dimension twice")
     return np.ascontiguousarray(values[:, list(indices)])
 
 

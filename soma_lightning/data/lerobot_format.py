@@ -58,6 +58,10 @@ NUMERIC_DTYPES = frozenset(
 )
 
 
+#: What pyarrow raises at a damaged file; the last one where the damage hits a name.
+PARQUET_ERRORS = (OSError, pa.ArrowException, UnicodeError)
+
+
 class DatasetFormatError(ValueError):
     """A folder is no data set that this version reads; the message names the file and, where one is to blame, the
     episode and the column."""
@@ -67,7 +71,7 @@ class DatasetFormatError(ValueError):
 class Feature:
     """One column: its numpy dtype name (or "image", "video", "string"), the shape of one frame, and axis names.
 
-    video_info: what is known of a video's encoding, {"video.codec": ...}; nothing is read from it but `is_depth_map`.
+    video_info: what is known of a video's encoding, {"video.codec": ...}; reading depends on its `is_depth_map` alone.
     """
 
     key: str
@@ -228,7 +232,7 @@ def _parse_feature(path: Path, key: str, value: object) -> Feature:
     if not isinstance(value, Mapping) or "dtype" not in value or "shape" not in value:
         raise DatasetFormatError(f"{path}: feature '{key}' needs 'dtype' and 'shape', found {value!r}")
     shape = value["shape"]
-    if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size > 0 for size in shape):
+    if not isinstance(shape, Sequence) or not all(_is_count(size) and 0 < size < 2**31 for size in shape):
         raise DatasetFormatError(f"{path}: feature '{key}' has shape {shape!r}, expected a list of positive integers")
     info = value.get("info") or value.get("video_info")  # the latter: v2.0
     feature = Feature(
@@ -279,6 +283,8 @@ def load_episodes(root: Path, info: DatasetInfo, videos: Sequence[str] = ()) -> 
             raise DatasetFormatError(f"{path} lacks the columns {missing}")
         for number, length, chunk, file, *spans in zip(*(table[name].to_pylist() for name in needed), strict=True):
             check_episode(path, len(rows), number, length)
+            if not _is_count(chunk) or not _is_count(file):
+                raise DatasetFormatError(f"{path}: episode {number}: data has chunk {chunk!r} and file {file!r}")
             data_file = info.data_path.format(chunk_index=chunk, file_index=file)
             found = {
                 key: _video_span(path, info, number, key, *spans[3 * i : 3 * i + 3]) for i, key in enumerate(videos)
@@ -289,13 +295,17 @@ def load_episodes(root: Path, info: DatasetInfo, videos: Sequence[str] = ()) -> 
 
 
 def _video_span(path: Path, info: DatasetInfo, episode: int, key: str, chunk: Any, file: Any, start: Any) -> VideoSpan:
-    if not isinstance(chunk, int) or not isinstance(file, int) or not isinstance(start, float | int):
+    if not _is_count(chunk) or not _is_count(file) or not isinstance(start, float | int):
         raise DatasetFormatError(
             f"{path}: episode {episode}: videos/{key} has chunk {chunk!r}, file {file!r} and from_timestamp {start!r}"
         )
     if not (math.isfinite(start) and start >= 0):
         raise DatasetFormatError(f"{path}: episode {episode}: videos/{key}/from_timestamp is {start!r}")
     return VideoSpan(info.video_path.format(video_key=key, chunk_index=chunk, file_index=file), float(start))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def check_episode(path: Path, expected: int, number: object, length: object) -> None:
@@ -321,8 +331,10 @@ def _read_table(path: Path, columns: list[str] | None = None) -> Any:
     try:
         file = pq.ParquetFile(path)
         wanted = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
-        return file.read(columns=wanted)
+        table = file.read(columns=wanted)
+        table.validate(full=True)  # text that is no UTF-8
+        return table
     except FileNotFoundError as error:
         raise DatasetFormatError(f"{path} is missing") from error
-    except (OSError, pa.ArrowException) as error:
+    except PARQUET_ERRORS as error:
         raise DatasetFormatError(f"{path} cannot be read as parquet: {error}") from error

@@ -122,7 +122,7 @@ def _read_file(
                     f"'{key}'; it has {file.schema_arrow.names}"
                 )
         table = file.read(columns=names)
-    except (OSError, pa.ArrowException) as error:
+    except fmt.PARQUET_ERRORS as error:
         raise DatasetFormatError(f"{path} cannot be read as parquet: {error}") from error
 
     episode_of_row = _integers(path, table, fmt.EPISODE_INDEX)

@@ -90,7 +90,7 @@ class EncodedImages:
             if file not in self._files:
                 self._files[file] = pq.ParquetFile(path)
             table = self._files[file].read_row_group(group, columns=list(self._sizes))
-        except (OSError, pa.ArrowException) as error:
+        except fmt.PARQUET_ERRORS as error:
             raise fmt.DatasetFormatError(f"{path}: row group {group} cannot be read: {error}") from error
         arrays = {camera: _png_bytes(path, camera, table[camera].combine_chunks()) for camera in self._sizes}
         self._groups[key] = arrays

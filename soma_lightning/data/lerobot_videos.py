@@ -215,13 +215,16 @@ class VideoFile:
         self._av_error = av.FFmpegError
         self._fps = fps
         try:
-            self._container = av.open(str(path))
+            self._container = av.open(str(path), metadata_errors="replace")  # a title may be in any encoding
         except (av.FFmpegError, OSError) as error:
             raise VideoError(f"cannot be opened as a video: {error}; copy or encode it anew") from error
         if not self._container.streams.video:
             self._container.close()
             raise VideoError("the file holds no video stream")
         self._stream = self._container.streams.video[0]
+        if self._stream.codec_context is None:
+            self._container.close()
+            raise VideoError("this PyAV has no decoder for the video; encode it anew, for example as H.264")
         # One thread: workers are already as many as the machine has cores, and every frame thread holds frames.
         self._stream.codec_context.thread_count = 1
         # One demuxer until the end of the file is met: PyAV 18 loses 150 bytes with each that is left before its end.

@@ -51,7 +51,8 @@ def check_stored(
         findings.problem(f"must hold a JSON object, not {type(content).__name__}", fmt.STATS_FILE)
         return {}
     for key in histograms:
-        if missing := sorted({*REQUIRED} - set(content.get(key) or {})):
+        numbers = content.get(key)
+        if missing := sorted({*REQUIRED} - set(numbers if isinstance(numbers, dict) else ())):
             findings.warning(f"lacks {missing}; the data module computes statistics itself", fmt.STATS_FILE, None, key)
     stored = {}
     for key, feature in features.items():

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -36,7 +37,7 @@ class AttemptStore:
         self._folder, self._identity = folder, json.loads(json.dumps(identity))
         if not (folder / _IDENTITY).is_file():
             return
-        stored = json.loads((folder / _IDENTITY).read_text(encoding="utf-8"))
+        stored = _read_identity(folder / _IDENTITY)
         for key, value in self._identity.items():
             if stored.get(key) != value:
                 raise ValueError(
@@ -48,15 +49,18 @@ class AttemptStore:
         """Numbers of the attempts at `task` that are there."""
         folder = self._folder / task
         found = folder.iterdir() if folder.is_dir() else ()
-        return {int(path.stem) for path in found if path.suffix in (".npz", _FAILED)}
+        return {int(path.stem) for path in found if path.suffix in (".npz", _FAILED) and path.stem.isdecimal()}
 
     def load(self, task: str, index: int) -> Rollout | None:
         """An attempt in `known`; None when it did not succeed."""
         path = self._path(task, index)
         if not path.is_file():
             return None
-        with np.load(path, allow_pickle=False) as stored:
-            values = {field.name: stored[field.name] for field in fields(Rollout)}
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                values = {field.name: stored[field.name] for field in fields(Rollout)}
+        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{path} cannot be read ({error}); delete it, and it is recorded anew") from error
         return Rollout(**{name: value if value.ndim else value.item() for name, value in values.items()})
 
     def save(self, task: str, index: int, rollout: Rollout | None) -> None:
@@ -82,6 +86,16 @@ class AttemptStore:
 
     def _path(self, task: str, index: int) -> Path:
         return self._folder / task / f"{index:06d}.npz"
+
+
+def _read_identity(path: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no valid JSON ({error}); pass --overwrite to drop the stopped recording"
+        ) from error
+    return stored if isinstance(stored, dict) else {}
 
 
 def _put(path: Path, content: bytes) -> None:

@@ -298,6 +298,13 @@ def _stacked_images(pairs: Sequence[tuple[Mapping[str, np.ndarray], str]], key: 
     return np.stack([one[key] for one, _ in pairs])
 
 
+def require_flags(**settings: object) -> None:
+    """Raises ValueError naming the first of `settings` that is neither True nor False ("false" would count as true)."""
+    for name, value in settings.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False")
+
+
 def require_known(kind: str, name: str, known: Iterable[str]) -> None:
     """Raises ValueError that lists `known` and the nearest of them unless `name` is one of them."""
     names = list(known)

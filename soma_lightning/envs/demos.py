@@ -149,6 +149,11 @@ def check_recording(
     known = expert.tasks(spec.settings)
     if not tasks:
         raise ValueError(f"no task was named; known: {', '.join(known)}")
+    if not known:
+        raise ValueError(
+            f"no task of environment '{spec.name}' with the settings {dict(spec.settings)} has a scripted expert; "
+            "choose others"
+        )
     for task in tasks:
         require_known("task with a scripted expert", task, known)
     if len(set(tasks)) != len(tasks):
@@ -175,7 +180,8 @@ def check_recording(
             "hard_reset=False makes an attempt depend on those before it, and a recording must not depend on the "
             "number of workers; leave it out"
         )
-    if len(spec.settings.get("cameras", (MAIN_IMAGE, WRIST_IMAGE))) < 2:
+    cameras = spec.settings.get("cameras", (MAIN_IMAGE, WRIST_IMAGE))
+    if not isinstance(cameras, Sequence) or len(cameras) < 2:
         raise ValueError(f"demonstrations hold both cameras' images; leave out cameras={spec.settings['cameras']}")
 
 

@@ -19,6 +19,7 @@ from soma_lightning.envs.base import (
     StepOutcome,
     TaskEnv,
     TaskSpec,
+    require_flags,
     require_known,
 )
 from soma_lightning.envs.libero_conventions import IMAGE_ROTATION, turn_half
@@ -83,7 +84,12 @@ class LiberoEnv(TaskEnv[TaskSpec]):
         if max_steps is not None:
             limits["max_steps"] = (max_steps, 1, 100_000)
         _check_numbers(limits)
+        require_flags(
+            end_on_success=end_on_success, hard_reset=hard_reset, reflections=reflections, multisampling=multisampling
+        )
         _check_cameras(cameras)
+        if assets_root is not None and not isinstance(assets_root, str | Path):
+            raise ValueError(f"assets_root={assets_root!r} must be the path of LIBERO's folder `assets`")
         self._suite = LiberoSuite(suite, assets_root=assets_root)
         chosen = select_tasks(self._suite.tasks, task_numbers)
         self._bddl_files = {name: task.bddl_file for name, task in chosen.items()}
@@ -231,8 +237,8 @@ def _check_numbers(limits: dict[str, tuple[int, int, int]]) -> None:
 
 
 def _check_cameras(cameras: Sequence[str]) -> None:
-    if isinstance(cameras, str):
-        raise ValueError(f"cameras={cameras!r} must be a list, such as [{cameras!r}]")
+    if isinstance(cameras, str) or not isinstance(cameras, Sequence):
+        raise ValueError(f"cameras={cameras!r} must be a list, such as ['{MAIN_CAMERA}']; [] draws nothing")
     for camera in cameras:
         require_known("camera", camera, (MAIN_CAMERA, WRIST_CAMERA))
     if cameras and (MAIN_CAMERA not in cameras or len(set(cameras)) != len(cameras)):

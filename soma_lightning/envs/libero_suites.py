@@ -83,8 +83,8 @@ def select_tasks(tasks: Mapping[str, LiberoTask], numbers: Sequence[int] | None)
     by_number = {task.number: task for task in tasks.values()}
     if not isinstance(numbers, Sequence):
         raise ValueError(f"task_numbers={numbers!r} must be a list, such as [{min(by_number)}]; leave it out for all")
-    unknown = [number for number in numbers if isinstance(number, bool) or number not in by_number]
-    if unknown or not numbers or len(set(numbers)) != len(numbers):
+    known = [number for number in numbers if isinstance(number, int) and not isinstance(number, bool)]
+    if len(known) < len(numbers) or not by_number.keys() >= set(known) or not 0 < len(numbers) == len(set(known)):
         raise ValueError(
             f"task_numbers={list(numbers)} must be different numbers from 0..{len(by_number) - 1}; "
             "leave it out for all tasks"

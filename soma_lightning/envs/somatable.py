@@ -22,6 +22,7 @@ from soma_lightning.envs.base import (
     StepOutcome,
     TaskEnv,
     TaskSpec,
+    require_flags,
     require_known,
 )
 from soma_lightning.envs.rendering import check_gl
@@ -113,6 +114,7 @@ class SomaTable(TaskEnv[TableTask]):
         for name, value in (("image_size", image_size), ("stream", stream)):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} must be a whole number")
+        require_flags(shaped_reward=shaped_reward, end_on_success=end_on_success, lock_rotation=lock_rotation)
         if not 16 <= image_size <= 1024:
             raise ValueError(f"image_size={image_size} is outside 16..1024 pixels")
         if stream < 0:

@@ -214,9 +214,7 @@ class SpawnedEnvs(ClosedOnExit):
                 come.update(start.episodes)
         self._ledger.started(list(come), list(come.values()))
         if failures:
-            error = self._lose(failures, list(given), dict.fromkeys(come))
-            error.episodes.update({slot: given[slot] for slot in error.slots if slot in given})
-            raise error
+            raise self._lose(failures, list(given), dict.fromkeys(come), given)
 
     def _useless(self, failure: WorkerFailure) -> WorkerError:
         slots = list(range(self.num_slots))
@@ -253,18 +251,23 @@ class SpawnedEnvs(ClosedOnExit):
         return [results[slot] for slot in slots]
 
     def _lose(
-        self, failures: Mapping[int, WorkerFailure], called: Sequence[int], results: dict[int, Any]
+        self,
+        failures: Mapping[int, WorkerFailure],
+        called: Sequence[int],
+        results: dict[int, Any],
+        starting: Mapping[int, Episode] | None = None,
     ) -> WorkerError:
-        """Replaces the failed workers and says which slots went with them."""
+        """Replaces the failed workers and says which slots went with them. starting: what was to run there."""
+        episodes = {**self._ledger.episodes, **(starting or {})}
         lost: dict[int, Episode | None] = {}
         lines: list[str] = []
         for number, failure in failures.items():
             of_worker = range(number, self.num_slots, len(self._workers))
             slots = [slot for slot in of_worker if not failure.alive or slot in called]
-            lost.update((slot, self._ledger.episodes[slot]) for slot in slots)
+            lost.update((slot, episodes[slot]) for slot in slots)
             if not failure.alive:
                 self._workers[number].restart()
-            running = ", ".join(f"slot {slot}: {self._ledger.episodes[slot]}" for slot in slots)
+            running = ", ".join(f"slot {slot}: {episodes[slot] or 'no episode'}" for slot in slots)
             lines.append(f"{failure}\nlost with it: {running}")
         self._ledger.lost(list(lost))
         lines.append("Reset these slots to go on; the other slots are unharmed.")

@@ -22,6 +22,8 @@ from typing import Any
 from soma_lightning.envs.base import Episode
 from soma_lightning.envs.rendering import WORKER_ENVIRONMENT, RenderingUnavailableError
 
+#: What a constructor raises for a setting or a machine that does not do; the commands, too, show its message alone.
+_OF_THE_USER = (RenderingUnavailableError, ValueError, ImportError, OSError)
 _READY = 0  # request number of the answer that a worker gives once its object is built
 
 
@@ -212,7 +214,7 @@ def _serve(connection: Connection, build: bytes, environment: Mapping[str, str])
     os.environ.update(environment)
     try:
         served = pickle.loads(build)()  # bytes of our own parent process
-    except RenderingUnavailableError as error:  # says by itself what to install; a traceback would only hide it
+    except _OF_THE_USER as error:  # says by itself what to change or install; a traceback would only hide it
         connection.send((_READY, False, str(error)))
         return
     except Exception:  # reported to the parent with its traceback

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from soma_lightning.evaluation.settings import Rollout
+from soma_lightning.locks import lock_file
 
 RESULTS, EPISODES, SETTINGS, REPORT = "results.json", "episodes.jsonl", "settings.json", "run_report.json"
 SEEDS = "seeds.json"
@@ -42,7 +42,8 @@ class EvaluationFolder:
     def __init__(self, out: Path, identity: Mapping[str, Any], overwrite: bool) -> None:
         self.out, self.path = out, out / EPISODES
         self._wanted = json.loads(json.dumps(identity))
-        self._lock = _locked(out)
+        busy = f"another evaluation is writing into {out}; wait for it, or choose another --out"
+        self._lock = lock_file(out / ".lock", busy)
         try:
             self._begun = (out / SETTINGS).exists() and not overwrite
             if self._begun:
@@ -75,7 +76,7 @@ class EvaluationFolder:
         if whole != content:
             os.truncate(self.path, len(whole))
         rollouts: list[Rollout] = []
-        for number, line in enumerate(whole.decode().splitlines(), 1):
+        for number, line in enumerate(whole.splitlines(), 1):
             try:
                 rollouts.append(Rollout(**json.loads(line)))
             except (ValueError, TypeError) as error:
@@ -108,17 +109,6 @@ class EvaluationFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.close()
-
-
-def _locked(out: Path) -> IO[str]:
-    """An open file that no other process holds; the system gives it free when this one ends, however it ends."""
-    file = open(out / ".lock", "w")  # noqa: SIM115 (kept open as long as the evaluation runs)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise ValueError(f"another evaluation is writing into {out}; wait for it, or choose another --out") from error
-    return file
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -81,8 +81,14 @@ def training_of(policy: Path) -> dict[str, Any] | None:
     file = policy / TRAINING_FILE
     if not file.is_file():
         return None
-    training: dict[str, Any] = json.loads(file.read_text())
-    return training
+    try:
+        training = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(training, dict):
+            return training
+        error: object = f"it holds a {type(training).__name__}"
+    except ValueError as invalid:
+        error = invalid
+    raise ValueError(f"{file} is no JSON object ({error}); restore it, or remove it to do without what it says")
 
 
 def device_name(policy: Any) -> str:

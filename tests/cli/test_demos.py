@@ -97,6 +97,32 @@ def test_a_recording_that_was_stopped_goes_on_or_is_dropped(
         assert path.read_bytes() == (tmp_path / "demos" / path.relative_to(tmp_path / "whole")).read_bytes()
 
 
+def test_one_recording_at_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one, of other settings too, is refused from the first moment on, and changes nothing."""
+    original, others = Recorder.attempt, []
+
+    def attempt(self: Recorder, task: str, index: int) -> object:
+        if not others:
+            others.append(0)
+            others[0] = main(arguments(tmp_path / "demos", "--seed", "1", "--overwrite"))
+        return original(self, task, index)
+
+    monkeypatch.setattr(Recorder, "attempt", attempt)
+    assert main(arguments(tmp_path / "demos")) == 0
+    assert others == [2]
+    assert f"another soma demos records into {tmp_path / 'demos'}; wait for it" in capsys.readouterr().err
+    assert json.loads((tmp_path / "demos/meta/soma_demos.json").read_text())["seed"] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["demos"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(arguments(tmp_path / "file" / "demos")) == 2
+    assert f"the data set '{tmp_path / 'file' / 'demos'}' cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

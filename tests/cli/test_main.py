@@ -80,6 +80,25 @@ def test_the_cause_alone_is_told_of_a_class_that_cannot_be_built():
     assert explain(told, []) == "batch_size=0 must be at least 1\n    or more"
 
 
+def test_a_value_that_a_dataclass_refuses_is_told_alone() -> None:
+    told = (
+        "Does not validate against any of the Union subtypes\n"
+        "Subtypes: [<class 'str'>, <class 'bool'>, <class 'Crop'>]\n"
+        "Errors:\n  - Expected a <class 'str'>\n  - Expected a <class 'bool'>\n  - crop=0.0 must lie in (0, 1]\n"
+        "Given value type: <class 'Namespace'>\nGiven value: Namespace(crop=0.0)"
+    )
+    assert explain(told, []) == "crop=0.0 must lie in (0, 1]"
+    nested = (
+        "Does not validate against any of the Union subtypes\nSubtypes: [<class 'Data'>, <class 'NoneType'>]\n"
+        "Errors:\n  - "
+        + told.replace("\n", "\n    ")
+        + "\n  - Expected a <class 'NoneType'>\nGiven value type: <class 'N'>"
+    )
+    assert explain(nested, []) == "crop=0.0 must lie in (0, 1]"
+    plain = told.replace("crop=0.0 must lie in (0, 1]", "Expected a <class 'Crop'>")
+    assert explain(plain, []) == plain
+
+
 def test_other_messages_stay_as_they_are():
     assert explain("Expected a <class 'int'>. Got value: abc", []) == "Expected a <class 'int'>. Got value: abc"
 

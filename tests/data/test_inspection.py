@@ -435,6 +435,8 @@ def test_statistics_that_are_not_there(record: Record) -> None:
     assert f"{STATS}: is missing; {missing}" in warnings(root)
     (root / STATS).write_text("{")
     assert problems(root)[0].startswith(f"{STATS}: is no valid JSON")
+    (root / STATS).write_text('{"action": -1}')
+    assert problems(root) == [f"{STATS}: column 'action': -1 is no object of numbers"]
 
 
 def test_other_warnings(record: Record) -> None:
@@ -461,6 +463,15 @@ def test_summary(golden_root: Path) -> None:
     assert summary["bytes"] == sum(path.stat().st_size for path in golden_root.rglob("*") if path.is_file())
     assert {"q01", "q99", "mean"} <= set(summary["statistics"]["action"])
     json.dumps(inspect(golden_root).to_dict(), allow_nan=False)
+
+
+def test_a_codec_that_the_metadata_do_not_say_is_unknown(record_video: Record) -> None:
+    root = record_video()
+    info = json.loads((root / "meta/info.json").read_text())
+    for said in (-1, {}, ["h264"]):
+        info["features"][CAMERA]["info"] = said
+        (root / "meta/info.json").write_text(json.dumps(info))
+        assert inspect(root).summary["cameras"][0]["codec"] == "unknown"
 
 
 @pytest.mark.parametrize(("images", "decoded"), [(None, 22), (0, 0), (4, 14), (100, 22)])

@@ -227,6 +227,8 @@ def test_image_shapes_may_be_declared_channels_first(record: Record) -> None:
         ({"cameras": {CAMERA: CAMERA, WRIST: CAMERA}}, "several cameras to"),
         ({"state_key": "observation.pose"}, "state_key='observation.pose' is no column"),
         ({"action_indices": [2]}, r"action_indices=\[2\] must name dimensions 0 to 1"),
+        ({"action_indices": [0, 0]}, r"action_indices=\[0, 0\] names a dimension twice"),
+        ({"state_indices": [1, 2, 1]}, r"state_indices=\[1, 2, 1\] names a dimension twice"),
         ({"state_indices": []}, r"state_indices=\[\]"),
         ({"state_key": CAMERA}, f"column '{CAMERA}' is declared as image"),
     ],
@@ -280,6 +282,8 @@ def test_no_data_set_says_how_to_record_one(tmp_path: Path) -> None:
             r"image feature '.*' has shape \[\], expected 3 sizes",
         ),
         ({"features": {CAMERA: {"dtype": "image", "shape": [8, -1, 3]}}}, "expected a list of positive integers"),
+        ({"features": {CAMERA: {"dtype": "image", "shape": [8, True, 3]}}}, "expected a list of positive integers"),
+        ({"features": {CAMERA: {"dtype": "image", "shape": [8, 10**30, 3]}}}, "expected a list of positive integers"),
         (
             {"features": {CAMERA: {"dtype": "iamge", "shape": [8, 8, 3]}}},
             "has dtype 'iamge', expected 'image' or 'video'",
@@ -335,6 +339,15 @@ def test_missing_metadata(record: Record, file: str, message: str) -> None:
 def test_files_that_are_no_parquet(record: Record, file: str) -> None:
     root = record()
     (root / file).write_bytes(b"PAR1 is not enough PAR1")
+    with pytest.raises(DatasetFormatError, match=f"{file} cannot be read as parquet"):
+        LeRobotDataset(root)
+
+
+@pytest.mark.parametrize("file", [DATA_FILE, EPISODES_FILE, "meta/tasks.parquet"])
+def test_damage_in_the_name_of_a_column(record: Record, file: str) -> None:
+    root = record()
+    name = b"length" if file == EPISODES_FILE else b"task_index"
+    (root / file).write_bytes((root / file).read_bytes().replace(name, name[:-1] + b"\x96"))
     with pytest.raises(DatasetFormatError, match=f"{file} cannot be read as parquet"):
         LeRobotDataset(root)
 
@@ -466,6 +479,10 @@ def test_tasks_that_cannot_be_read(record: Record) -> None:
         pq.write_table(pa.table(table), path)
         with pytest.raises(DatasetFormatError, match=message):
             LeRobotDataset(root)
+    latin = pa.array([b"pick", b"sch\xf6n"]).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"task_index": [0, 1], "task": latin}), path)
+    with pytest.raises(DatasetFormatError, match="tasks.parquet cannot be read as parquet: .*UTF8"):
+        LeRobotDataset(root)
 
 
 def test_episode_metadata_that_cannot_be_read(record: Record) -> None:
@@ -478,6 +495,12 @@ def test_episode_metadata_that_cannot_be_read(record: Record) -> None:
             "row 1 describes episode 2; rows must be in order",
         ),
         (set_column("length", pa.array([5, 0, 4, 6]))(table), "episode 1 has length 0"),
+        (
+            set_column("data/chunk_index", pa.array([0, None, 0, 0]))(table),
+            "episode 1: data has chunk None and file 0",
+        ),
+        (set_column("data/file_index", pa.array(["0"] * 4))(table), "episode 0: data has chunk 0 and file '0'"),
+        (set_column("data/file_index", pa.array([-1] * 4))(table), "episode 0: data has chunk 0 and file -1"),
     ):
         pq.write_table(changed, root / EPISODES_FILE)
         with pytest.raises(DatasetFormatError, match=message):

@@ -280,6 +280,10 @@ def declare_depth(root: Path) -> None:
     (root / "meta/info.json").write_text(json.dumps(info))
 
 
+def unknown_codec(root: Path) -> None:
+    (root / VIDEO_FILE).write_bytes((root / VIDEO_FILE).read_bytes().replace(b"avc1", b"zzzz"))
+
+
 WHERE = f"{VIDEO_FILE}: episode {{}}, camera '{CAMERA}', frame {{}}: "
 
 
@@ -303,6 +307,7 @@ WHERE = f"{VIDEO_FILE}: episode {{}}, camera '{CAMERA}', frame {{}}: "
             "the file ends there, with 35 frames: frames are missing",
         ),
         (start_late, WHERE.format(2, 8) + "the nearest frame is at 3.7.*90.8.*or from_timestamp .* is wrong"),
+        (unknown_codec, WHERE.format(0, 0) + "this PyAV has no decoder for the video; encode it anew"),
         (declare_depth, rf"\['{CAMERA}'\] of .* are depth maps, which no policy reads"),
         (lambda root: (root / VIDEO_FILE).write_text("no video"), "cannot be opened as a video"),
         (
@@ -321,6 +326,14 @@ def test_refused_at_opening(record_video: Record, damage: Callable[[Path], None]
     with pytest.raises(ValueError, match=message) as caught:
         LeRobotDataset(root)
     assert isinstance(caught.value, DatasetFormatError) or damage is declare_depth
+
+
+def test_a_title_in_another_encoding_is_no_fault(record_video: Record) -> None:
+    root = record_video()
+    wanted = LeRobotDataset(root)[20][CAMERA]
+    path = root / VIDEO_FILE
+    path.write_bytes(path.read_bytes().replace(b"Lavf", b"\xe4vf!"))  # the name of the program that wrote it
+    assert torch.equal(LeRobotDataset(root)[20][CAMERA], wanted)
 
 
 def test_missing_video_columns(record_video: Record) -> None:

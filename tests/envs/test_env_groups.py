@@ -241,6 +241,7 @@ def test_a_slot_that_does_not_start_is_named(troubled: EnvSpec) -> None:
             group.ready([0])
         assert caught.value.slots == [0]
         assert caught.value.episodes == {0: Episode("push", 92)}
+        assert "lost with it: slot 0: Episode(task='push', init_state=92)" in str(caught.value)
         with pytest.raises(RuntimeError, match="slot 0 has no episode"):
             group.observe([0])
 
@@ -268,6 +269,14 @@ def test_an_environment_that_cannot_be_built_says_why(troubled: EnvSpec) -> None
         WorkerError, match=r"worker 0 raised in building its environment:[\s\S]*license server is asleep"
     ):
         SpawnedEnvs(troubled.replace(broken=True), 1, 1)
+
+
+def test_a_wrong_setting_is_told_without_a_traceback() -> None:
+    with pytest.raises(WorkerError) as caught:
+        SpawnedEnvs(EnvSpec("somatable", {"obs_type": "state", "image_size": 5}), 2, 2)
+    message = str(caught.value)
+    assert message == "worker 0 raised in building its environment:\nimage_size=5 is outside 16..1024 pixels"
+    assert not any(caught.value.episodes.values())
 
 
 def test_workers_get_their_gl_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,4 +98,10 @@ def test_every_task_with_an_expert_is_one_pick_and_place(suite: str, number: int
     for name in tasks:
         ((relation, _, _),) = robosuite_parse_problem(LiberoSuite(suite).tasks[name].bddl_file)["goal_state"]
         assert relation in ("on", "in")
+
+
+def test_a_suite_without_an_expert_says_so() -> None:
     assert LiberoExpert.tasks({"suite": "libero_10"}) == {}
+    for settings in ({"suite": "libero_10"}, {"suite": "libero_goal", "task_numbers": [0]}):
+        with pytest.raises(ValueError, match=r"no task of environment 'libero' .* has a scripted expert; choose"):
+            check_recording(EnvSpec("libero", settings), ["any"], episodes=1, seed=0, noise=None, workers=1)

@@ -261,6 +261,14 @@ def test_wrong_settings_and_actions_are_refused(simulator: type[FakeSimulator]) 
         ({"cameras": ["robot0_eye_in_hand"]}, "must hold 'agentview'"),
         ({"cameras": ["agentview", "agentview"]}, "none twice"),
         ({"cameras": ["agentveiw"]}, "Did you mean 'agentview'"),
+        ({"cameras": None}, r"cameras=None must be a list, such as \['agentview'\]"),
+        ({"hard_reset": "false"}, "hard_reset='false' must be True or False"),
+        ({"reflections": 0}, "reflections=0 must be True or False"),
+        ({"multisampling": None}, "multisampling=None must be True or False"),
+        ({"end_on_success": "no"}, "end_on_success='no' must be True or False"),
+        ({"assets_root": 5}, "assets_root=5 must be the path of LIBERO's folder"),
+        ({"task_numbers": [[0]]}, r"task_numbers=\[\[0\]\] must be different numbers from 0"),
+        ({"task_numbers": [0.0]}, r"task_numbers=\[0.0\] must be different numbers from 0"),
     ):
         with pytest.raises(ValueError, match=message):
             LiberoEnv("libero_goal", **settings)  # type: ignore[arg-type]

@@ -126,6 +126,25 @@ def test_attempts_of_other_settings_are_refused(tmp_path: Path, change: dict[str
         AttemptStore(tmp_path / "attempts", recording_identity(SPEC, **{**settings, **change}))
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("recording.json", b"{", r"recording.json is no valid JSON .*--overwrite"),
+        ("push/000000.npz", b"", r"push/000000.npz cannot be read .*; delete it, and it is recorded anew"),
+        ("push/000000.npz", b"PK\x03\x04 cut", r"push/000000.npz cannot be read "),
+    ],
+)
+def test_attempts_that_are_damaged_are_named(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+    identity = recording_identity(SPEC, seed=0, noise=0.25)
+    store = AttemptStore(tmp_path / "attempts", identity)
+    store.save("push", 0, None)
+    (tmp_path / "attempts" / file).write_bytes(content)
+    (tmp_path / "attempts/push/notes.npz").touch()
+    assert store.known("push") == {0}
+    with pytest.raises(ValueError, match=message):
+        AttemptStore(tmp_path / "attempts", identity).load("push", 0)
+
+
 def test_another_seed_gives_other_scenes(alone: tuple[ListWriter, dict[str, object], list[str]]) -> None:
     other, summary, _ = record(workers=1, seed=1)
     assert summary["init_state_stream"] == 1_000_001

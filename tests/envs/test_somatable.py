@@ -301,6 +301,9 @@ def test_wrong_use_is_refused() -> None:
         SomaTable(obs_type="images")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stream=-1 is negative"):
         SomaTable(stream=-1)
+    for name in ("shaped_reward", "end_on_success", "lock_rotation"):
+        with pytest.raises(ValueError, match=f"{name}='false' must be True or False"):
+            SomaTable(obs_type="state", **{name: "false"})
     env = SomaTable(obs_type="state")
     with pytest.raises(RuntimeError, match=r"no episode is running; call reset\(task, init_state\) first"):
         env.observe()

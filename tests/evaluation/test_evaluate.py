@@ -207,11 +207,12 @@ def test_one_process_at_a_time(tmp_path: Path):
         ("settings.json", None, r"episodes.jsonl lies there without settings.json"),
         (EPISODES, "{}\n", "episodes.jsonl, line 1 is no finished episode"),
         (EPISODES, '{"task": 1}{\n', "episodes.jsonl, line 1 is no finished episode"),
+        (EPISODES, b"\xff\n", "episodes.jsonl, line 1 is no finished episode"),
         (EPISODES, "twice", "episodes.jsonl holds an episode twice"),
     ],
 )
 def test_damaged_files_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: str | None, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: str | bytes | None, message: str
 ):
     monkeypatch.setattr(
         "soma_lightning.evaluation.run.draw", lambda out, results: None
@@ -221,6 +222,8 @@ def test_damaged_files_are_named(
     path = tmp_path / file
     if content is None:
         path.unlink()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
     else:
         path.write_text(2 * path.read_text() if content == "twice" else content)
     with pytest.raises(ValueError, match=message):

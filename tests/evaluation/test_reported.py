@@ -214,6 +214,10 @@ def test_results_say_with_what_they_were_made(tmp_path: Path):
     stored = json.loads((tmp_path / "out" / "results.json").read_text())
     assert stored == json.loads(json.dumps(results))
     assert results["policy"]["training"] == {"step": 1200, "epoch": 3}
+    for damaged in ("{", "[]"):
+        (checkpoint / TRAINING_FILE).write_text(damaged)
+        with pytest.raises(ValueError, match=rf"{TRAINING_FILE} is no JSON object .*; restore it, or remove it"):
+            evaluate(NoisePolicy(), CountingEnvs(2), settings(policy=str(checkpoint)), tmp_path / "more")
     assert len(results["policy"]["digest"]) == 64
     assert results["step_limits"] == {"pick": 12, "push": 12}
     assert results["simulator"] == {"counter": "1.0"}

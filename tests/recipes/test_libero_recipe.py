@@ -18,6 +18,28 @@ if os.environ.get("SOMA_REQUIRE_LIBERO") != "1" and not is_available("libero"):
     pytest.skip("needs `pip install 'soma-lightning[libero]'`", allow_module_level=True)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"EPISODES": "100"}, "EPISODES=100, but the benchmark has 50 initial states; ask for at most 50, or"),
+        ({"EPISODES": "0"}, "EPISODES=0 must be at least 1"),
+        ({"DEMOS": "1"}, "DEMOS=1 must be at least 2"),
+        ({"STREAM": "2"}, "STREAM=2 is what the demonstrations of seed 1 start from"),
+        ({"WORKERS": "two"}, "WORKERS=two must be a whole number"),
+        ({"IMAGE_SIZE": "-64"}, "IMAGE_SIZE=-64 must be a whole number"),
+    ],
+)
+def test_sizes_that_cannot_work_end_the_job_before_it_begins(
+    tmp_path: Path, sizes: dict[str, str], message: str
+) -> None:
+    command = ["bash", str(ROOT / "recipes" / "libero.sh"), str(tmp_path / "out"), "1"]
+    environment = {**os.environ, **sizes, "PATH": "/usr/bin:/bin"}  # no soma there
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert run.stderr.startswith(f"error: {message}")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_libero_job_runs_at_its_smallest(tmp_path: Path) -> None:
