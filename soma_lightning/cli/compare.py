@@ -28,9 +28,9 @@ def compare(results: list[str], out: str, task: str | None = None, claim_best: s
         raise ValueError(f"the labels {labels} name one evaluation twice")
     if claim_best is not None and claim_best not in labels:
         raise ValueError(f"claim_best={claim_best!r} is none of the labels {labels}")
-    settings = {json.dumps(row["init_states"]) for row in rows}
-    if len(settings) > 1:
-        raise ValueError("the evaluations used different initial states, so they cannot be compared")
+    if claim_best is not None and len(rows) == 1:
+        raise ValueError(f"claim_best={claim_best!r} needs another evaluation to lie above; name two or more")
+    check_same_episodes(rows)
     picture = success_bars(
         [(r["label"], r["successes"], r["episodes"], tuple(r["wilson95"])) for r in rows], Path(out), rows[0]["task"]
     )
@@ -43,6 +43,24 @@ def compare(results: list[str], out: str, task: str | None = None, claim_best: s
     table.write_text(json.dumps({"rows": rows, "claim": verdict}, indent=1))
     print(f"written: {picture}, {table}")
     return 0 if verdict is None or verdict["holds"] else 1
+
+
+#: Entries of an environment's options that decide which episodes are run; others, such as cameras, may be compared.
+EPISODE_OPTIONS = ("suite", "stream", "seed")
+
+
+def check_same_episodes(rows: list[dict[str, Any]]) -> None:
+    """Raises ValueError naming what makes the evaluations' episodes different ones."""
+    facts = ("task", "env", *EPISODE_OPTIONS, "init_states")
+    for row in rows[1:]:
+        for fact in facts:
+            ours, theirs = rows[0].get(fact), row.get(fact)
+            if ours != theirs:
+                shown = "" if fact == "init_states" else f" ({ours!r} and {theirs!r})"
+                name = "initial states" if fact == "init_states" else f"values of {fact}"
+                raise ValueError(
+                    f"{rows[0]['label']} and {row['label']} used different {name}{shown}, so they cannot be compared"
+                )
 
 
 def judge(rows: list[dict[str, Any]], claimed: str) -> dict[str, Any]:
@@ -66,6 +84,8 @@ def read_row(entry: str, task: str | None) -> dict[str, Any]:
     try:
         stored = json.loads(path.read_text())
         tasks, backbone = dict(stored["tasks"]), str(stored["policy"]["backbone_hash"])
+        settings = dict(stored["settings"])
+        options = {name: settings["env_options"].get(name) for name in EPISODE_OPTIONS}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} was not written whole by this version of soma eval ({error!r}); run it again"
@@ -75,7 +95,7 @@ def read_row(entry: str, task: str | None) -> dict[str, Any]:
     name = task or next(iter(tasks))
     if name not in tasks:
         raise ValueError(f"{path} has no task {name!r}; it has {sorted(tasks)}")
-    return {"label": label, "task": name, "backbone": backbone, **tasks[name]}
+    return {"label": label, "task": name, "env": settings["env"], **options, "backbone": backbone, **tasks[name]}
 
 
 def main(argv: list[str]) -> int:

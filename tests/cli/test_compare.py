@@ -11,15 +11,17 @@ from soma_lightning.cli import compare
 from soma_lightning.evaluation import wilson_interval
 
 
-def write_evaluation(folder: Path, successes: int, episodes: int = 100, first: int = 0) -> Path:
+def write_evaluation(folder: Path, successes: int, episodes: int = 100, first: int = 0, **settings: object) -> Path:
     folder.mkdir()
+    settings = {"env": "somatable", "env_options": {}, **settings}
     task = {
         "successes": successes,
         "episodes": episodes,
         "wilson95": list(wilson_interval(successes, episodes)),
         "init_states": list(range(first, first + episodes)),
     }
-    (folder / "results.json").write_text(json.dumps({"tasks": {"pick": task}, "policy": {"backbone_hash": "0"}}))
+    content = {"tasks": {"pick": task}, "policy": {"backbone_hash": "0"}, "settings": settings}
+    (folder / "results.json").write_text(json.dumps(content))
     return folder
 
 
@@ -49,6 +51,27 @@ def test_errors_name_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
     other = f"b={write_evaluation(tmp_path / 'b', 3, first=50)}"
     assert run(tmp_path, [good, other]) == 2
     assert "different initial states" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"env": "libero"}, "a and b used different values of env ('somatable' and 'libero')"),
+        ({"env_options": {"stream": 1000}}, "a and b used different values of stream (None and 1000)"),
+        ({"env_options": {"image_size": 64}}, None),
+    ],
+)
+def test_other_episodes_are_not_compared_but_other_images_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict, message: str | None
+):
+    entries = [f"a={write_evaluation(tmp_path / 'a', 3)}", f"b={write_evaluation(tmp_path / 'b', 3, **settings)}"]
+    assert run(tmp_path, entries) == (0 if message is None else 2)
+    assert (message or "") in capsys.readouterr().err
+
+
+def test_a_claim_needs_something_to_beat(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(tmp_path, [f"a={write_evaluation(tmp_path / 'a', 3)}"], "--claim_best", "a") == 2
+    assert "claim_best='a' needs another evaluation" in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
