@@ -160,7 +160,10 @@ class PI05Model(nn.Module):
         """Records the expert's passes as CUDA graphs, one a shape, and replays them (graphs.py says what that asks).
 
         bucket: prefixes are padded to multiples of this many tokens. limit: recordings that are kept.
+        Raises ValueError when the prefix trains, to which a recording sends no gradients.
         """
+        if any(p.requires_grad for p in self.prefix.parameters()):
+            raise ValueError("a part of the prefix trains, to which CUDA graphs of the expert would send no gradients")
         self.graphs = ExpertGraphs(self.expert, bucket, limit)
 
     def compile_layers(self, bucket: int = 32, **options: Any) -> None:

@@ -139,6 +139,13 @@ def test_graphs_without_a_gpu_are_refused():
         model.velocity(prefix, torch.zeros(shape), torch.zeros(1))
 
 
+def test_a_prefix_that_trains_would_get_no_gradients():
+    model = make_model("cpu")
+    model.freeze("all")
+    with pytest.raises(ValueError, match="a part of the prefix trains"):
+        model.use_cuda_graphs()
+
+
 def test_a_copied_model_has_no_graphs():
     model = make_model("cpu")
     model.use_cuda_graphs()
