@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     ("soma_kernels",),
-    ("attention", "frozen_layers", "optim", "layout", "contract", "imports", "compat", "_autoload"),
+    ("attention", "frozen_layers", "optim", "layout", "contract", "imports", "compat", "locks", "_autoload"),
     ("models", "strategy"),
     ("modules", "data"),
     ("envs",),
