@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from soma_lightning.models.pi05.config import PI05Config, changed_config
+from soma_lightning.models.pi05.config import PI05Config, Trainable, changed_config
 from soma_lightning.models.pi05.folder import check_replaceable
 from soma_lightning.models.pi05.policy import PI05Policy
 from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
@@ -19,8 +19,9 @@ class PI05Module(PolicyModule):
     revision: hub revision of `pretrained`.
     size: "base" (public sizes, also what None means) or "tiny"; only for a model without `pretrained`.
     config: changes to the configuration of the checkpoint or size, e.g. {"dtype": "bfloat16"}.
-    trainable: "expert" (expert, action and time projections) or "all".
+    trainable: "expert" (expert, action and time projections), "all_but_vision" (the vision tower is frozen) or "all".
     frozen_precision: "fp8" stores the frozen backbone of `pretrained` in fp8 and runs its products there.
+    gradient_checkpointing: layers that train keep only their inputs and run twice: less memory, more time.
     statistics: "data" takes the data module's, "checkpoint" keeps those saved with `pretrained`.
     training: optimizer, schedule and objective.
     """
@@ -31,8 +32,9 @@ class PI05Module(PolicyModule):
         revision: str | None = None,
         size: Literal["base", "tiny"] | None = None,
         config: dict[str, Any] | None = None,
-        trainable: Literal["expert", "all"] = "expert",
+        trainable: Trainable = "expert",
         frozen_precision: Literal["fp8"] | None = None,
+        gradient_checkpointing: bool = False,
         statistics: Literal["data", "checkpoint"] = "data",
         training: TrainingConfig = PUBLIC_RECIPE,
     ) -> None:
@@ -53,6 +55,8 @@ class PI05Module(PolicyModule):
             sizes = {"base": PI05Config.base(), "tiny": PI05Config.tiny()}
             policy = PI05Policy(changed_config(sizes[size or "base"], changes))
             policy.reset_parameters()
+        if gradient_checkpointing:
+            policy.model.gradient_checkpointing_enable()
         super().__init__(policy, training)
         self.statistics_from = statistics
         self.save_hyperparameters({"pretrained": pretrained, "revision": revision, "size": size, "config": config})
