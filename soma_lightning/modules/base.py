@@ -283,13 +283,17 @@ class PolicyModule(LightningModule):
         folder = Path(self.trainer.default_root_dir) / "policy"
         try:
             masters = {} if self._ema is not None else self._masters()
-            self.policy.save_pretrained(folder, **masters)
+            self.export(folder, **masters)
             steps = {"step": self.trainer.global_step, "epoch": self.trainer.current_epoch}
             (folder / TRAINING_FILE).write_text(json.dumps(steps))
         finally:
             if self._ema is not None:
                 self._ema.swap_out(self)
         rank_zero_info(f"policy written to {folder}")
+
+    def export(self, folder: Path, **masters: Any) -> None:
+        """Writes what the run made. masters: `optimizer`, if it holds fp32 masters that are exported."""
+        self.policy.save_pretrained(folder, **masters)
 
     def _masters(self) -> dict[str, Any]:
         """The optimizer whose fp32 masters are exported instead of rounded parameters, if there is one."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from soma_lightning.models.pi05.config import PI05Config, Trainable, changed_config
 from soma_lightning.models.pi05.folder import check_replaceable
+from soma_lightning.models.pi05.lora import LoRAConfig, add_lora, lora_facts, save_adapter
 from soma_lightning.models.pi05.policy import PI05Policy
 from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
 from soma_lightning.optim.masters import has_masters
@@ -20,6 +22,8 @@ class PI05Module(PolicyModule):
     size: "base" (public sizes, also what None means) or "tiny"; only for a model without `pretrained`.
     config: changes to the configuration of the checkpoint or size, e.g. {"dtype": "bfloat16"}.
     trainable: "expert" (expert, action and time projections), "all_but_vision" (the vision tower is frozen) or "all".
+    lora: adapters that train instead of what `trainable` says; needs peft. The run leaves the merged policy, as always,
+    and beside it `adapter` in peft's format.
     frozen_precision: "fp8" stores the frozen backbone of `pretrained` in fp8 and runs its products there.
     gradient_checkpointing: layers that train keep only their inputs and run twice: less memory, more time.
     statistics: "data" takes the data module's, "checkpoint" keeps those saved with `pretrained`.
@@ -33,6 +37,7 @@ class PI05Module(PolicyModule):
         size: Literal["base", "tiny"] | None = None,
         config: dict[str, Any] | None = None,
         trainable: Trainable = "expert",
+        lora: LoRAConfig | None = None,
         frozen_precision: Literal["fp8"] | None = None,
         gradient_checkpointing: bool = False,
         statistics: Literal["data", "checkpoint"] = "data",
@@ -55,6 +60,8 @@ class PI05Module(PolicyModule):
             sizes = {"base": PI05Config.base(), "tiny": PI05Config.tiny()}
             policy = PI05Policy(changed_config(sizes[size or "base"], changes))
             policy.reset_parameters()
+        if lora is not None:
+            add_lora(policy.model, lora)
         if gradient_checkpointing:
             policy.model.gradient_checkpointing_enable()
         super().__init__(policy, training)
@@ -78,13 +85,32 @@ class PI05Module(PolicyModule):
             self.policy.processor.check_data(data.cameras, data.tasks)
         self.connect_features(data)
         if stage == "fit" and self.training_config.export:
-            check_replaceable(Path(self.trainer.default_root_dir) / "policy")
+            root = Path(self.trainer.default_root_dir)
+            for name in ("policy",) if self.policy.model.lora is None else ("policy", "adapter"):
+                check_replaceable(root / name)
 
     def on_fit_start(self) -> None:
         self.policy.model.check_dtypes()  # the Trainer has applied its precision by now
         if self.policy.loaded_from is not None and self.trainer.ckpt_path is None:  # a resumed run has its masters
             for optimizer in filter(has_masters, self.trainer.optimizers):
                 self.policy.seed_masters(optimizer)
+
+    def export(self, folder: Path, **masters: Any) -> None:
+        """The policy, and its adapters in `adapter` beside it."""
+        super().export(folder, **masters)
+        if self.policy.model.lora is not None:
+            base = None if self.policy.loaded_from is None else str(self.policy.loaded_from)
+            save_adapter(self.policy.model, folder.with_name("adapter"), base, **masters)
+
+    def report_facts(self) -> dict[str, Any]:
+        facts, lora = super().report_facts(), self.policy.model.lora
+        return facts if lora is None else {**facts, **lora_facts(self.policy.model, lora)}
+
+    def _description(self) -> dict[str, Any]:
+        description, lora = super()._description(), self.policy.model.lora
+        if lora is not None:
+            description["config"]["lora"] = {**asdict(lora), "full": list(lora.full)}
+        return description
 
     def on_validation_start(self) -> None:
         self.policy.model.check_dtypes()  # for Trainer.validate, which starts no fit

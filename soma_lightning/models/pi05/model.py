@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from soma_lightning.models.pi05.expert import ActionExpert
 from soma_lightning.models.pi05.graphs import ExpertGraphs
 from soma_lightning.models.pi05.initialization import initialize_expert
 from soma_lightning.models.pi05.prefix import PI05Prefix, PrefixCache
+
+if TYPE_CHECKING:
+    from soma_lightning.models.pi05.lora import LoRAConfig
 
 #: Which parameters stay in fp32 when the matrix products run in bf16: parts of our parameter names, per family.
 FP32_ISLANDS: dict[str, tuple[str, ...]] = {
@@ -64,6 +67,7 @@ class PI05Model(nn.Module):
         self.expert = ActionExpert(config)
         self.graphs: ExpertGraphs | None = None
         self.gradient_checkpointing = False
+        self.lora: LoRAConfig | None = None
         initialize_expert(self.expert)
         cast_to_islands(self, getattr(torch, config.dtype), config.islands)
         self.freeze(config.trainable)
@@ -156,6 +160,8 @@ class PI05Model(nn.Module):
         for name, value in wanted.items():
             if getattr(config, name) != value:
                 raise ValueError(f"frozen_precision='fp8' needs {name}={value!r}, got {getattr(config, name)!r}")
+        if any(p.requires_grad for p in self.prefix.parameters()):
+            raise ValueError("frozen_precision='fp8' needs a frozen prefix, but adapters of it train")
         if why := why_no_fp8(first.device):
             raise ValueError(f"frozen_precision='fp8': {why}")
         self.prefix.quantize()
@@ -225,7 +231,7 @@ class PI05Model(nn.Module):
         wanted = {
             name: _dtype_of(name, getattr(torch, config.dtype), config.islands) for name, _ in self.named_parameters()
         }
-        parameters = {name: p for name, p in self.named_parameters() if p.dtype != FP8}
+        parameters = {name: p for name, p in self.named_parameters() if p.dtype != FP8 and ".lora_" not in name}
         cast = [f"{name} is {p.dtype}" for name, p in parameters.items() if p.dtype != wanted[name]]
         if cast:
             raise ValueError(
