@@ -24,7 +24,10 @@ ACTION_DIM = 7
 NUM_STEPS = 10
 CAMERAS = ("observation.images.image", "observation.images.image2")
 ADAPTIVE_STD = 0.02  # public start values make the expert an identity, which would hide mistakes
-BUDGET = Budget(repeats=15, seconds=2.0, limit=8.0, warmup=3)
+BUDGETS = {
+    "base": Budget(repeats=15, seconds=2.0, limit=8.0, warmup=3),
+    "tiny": Budget(repeats=3, seconds=0.01, limit=1.0, warmup=1),
+}
 Inputs = dict[str, Tensor]
 
 
@@ -320,15 +323,15 @@ def measure(contender: Contender, job: Job, rows: int, device: torch.device) -> 
         inputs = make_inputs(SHAPES[job.size], rows, device)
         contender.prepare(inputs)
         if rows in job.sample_rows:
-            _measure_sampling(contender, inputs, row, Path(job.folder) / f"actions_{rows}.safetensors", device)
+            _measure_sampling(contender, inputs, row, job, device)
         if rows in job.rows:
-            _measure_step(contender, inputs, row, device)
+            _measure_step(contender, inputs, row, job, device)
     except torch.OutOfMemoryError:
         row.note = "out of memory"
     return row
 
 
-def _measure_step(contender: Contender, inputs: Inputs, row: Row, device: torch.device) -> None:
+def _measure_step(contender: Contender, inputs: Inputs, row: Row, job: Job, device: torch.device) -> None:
     """The first step's loss and gradient norm, then times and memory."""
     loss = contender.loss(inputs)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -341,23 +344,24 @@ def _measure_step(contender: Contender, inputs: Inputs, row: Row, device: torch.
 
     step()
     _reset_peak(device)
-    row.step = _times(time_on_device(step, device, BUDGET))
+    row.step = _times(time_on_device(step, device, BUDGETS[job.size]))
     row.peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     with torch.no_grad():
-        row.forward = _times(time_on_device(lambda: _run(contender, inputs), device, BUDGET))
+        row.forward = _times(time_on_device(lambda: _run(contender, inputs), device, BUDGETS[job.size]))
 
 
-def _measure_sampling(contender: Contender, inputs: Inputs, row: Row, file: Path, device: torch.device) -> None:
-    """How far the actions are from the first contender's, which are kept in `file`; then times."""
+def _measure_sampling(contender: Contender, inputs: Inputs, row: Row, job: Job, device: torch.device) -> None:
+    """How far the actions are from the first contender's, which the job's folder keeps; then times."""
     from safetensors.torch import load_file, save_file
 
+    file = Path(job.folder) / f"actions_{row.rows}.safetensors"
     actions = contender.actions(inputs).float().cpu().contiguous()
     if file.exists():
         first = load_file(file)["actions"]
         row.action_error = float((actions - first).square().mean().sqrt() / first.square().mean().sqrt())
     else:
         save_file({"actions": actions}, file)
-    row.sample = _times(time_on_device(lambda: _sample(contender, inputs), device, BUDGET))
+    row.sample = _times(time_on_device(lambda: _sample(contender, inputs), device, BUDGETS[job.size]))
 
 
 def _sample(contender: Contender, inputs: Inputs) -> None:

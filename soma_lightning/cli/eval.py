@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from soma_lightning import envs
+from soma_lightning.cli.checkpoint import check_policy_options, load_policy, pick_device, stored_type
 from soma_lightning.cli.machine import available_memory_gb, usable_cores
 from soma_lightning.cli.parser import CommandParser
 from soma_lightning.envs.base import EnvGroup, require_known
@@ -21,7 +19,7 @@ from soma_lightning.evaluation.protocol import find_protocol
 from soma_lightning.evaluation.results import table
 from soma_lightning.evaluation.run import evaluate, evaluate_seeds
 from soma_lightning.evaluation.settings import EvaluationSettings, Until
-from soma_lightning.models.registry import get_model, load_extensions
+from soma_lightning.models.registry import load_extensions
 
 
 def evaluate_policy(
@@ -44,6 +42,7 @@ def evaluate_policy(
     timeout_s: float | None = None,
     env_options: dict[str, Any] | None = None,
     model_type: str | None = None,
+    policy_options: dict[str, Any] | None = None,
     device: str = "auto",
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -69,6 +68,7 @@ def evaluate_policy(
         timeout_s: seconds after which a silent worker is given up, 180 when left out; only with workers.
         env_options: further arguments of the environment, e.g. {"image_size": 64}.
         model_type: registered model type; read from the checkpoint's config.json when left out.
+        policy_options: how the checkpoint is loaded, e.g. {"cuda_graphs": true} (the entries of `get_model`).
         device: "auto", "cpu" or "cuda".
         overwrite: discard an earlier evaluation in `out`.
     """
@@ -81,6 +81,7 @@ def evaluate_policy(
         raise ValueError(f"timeout_s={timeout_s} has no effect without workers; leave it out, or set workers")
     if seeds is not None and seed:
         raise ValueError(f"seed={seed} and seeds={seeds} exclude each other; leave one out")
+    check_policy_options(policy_options)
     target = pick_device(device)
     check_folder(Path(out))
     load_extensions()
@@ -90,8 +91,7 @@ def evaluate_policy(
     with envs.make_group(env, options, num_slots=num_envs, num_workers=workers, timeout_s=seconds) as group:
         for task in tasks or ():
             require_known("task", task, group.tasks)
-        model: Any = get_model({"model_type": model_type, "model_path": policy})
-        model.to(target).eval()
+        model = load_policy(policy, model_type, target, policy_options)
         config = model.config
         names = tuple(group.tasks if tasks is None else tasks)
         settings = EvaluationSettings(
@@ -108,6 +108,7 @@ def evaluate_policy(
             recorded=recorded,
             env_options=effective_settings(env, options),
             protocol=protocol,
+            policy_options=policy_options or {},
         )
         more: dict[str, Any] = {"overwrite": overwrite, "announce": print_plan}
         if seeds is not None:
@@ -148,36 +149,6 @@ def all_episodes(group: EnvGroup, tasks: tuple[str, ...], first_init_state: int)
     """One for each initial state of the task with the fewest; 100 where they have no end."""
     numbers = [number for task in tasks if (number := group.tasks[task].num_init_states) is not None]
     return max(1, min(numbers) - first_init_state) if numbers else 100
-
-
-def stored_type(policy: Path) -> str:
-    """The model type that a checkpoint folder names in its config.json."""
-    config = policy / "config.json"
-    if not policy.is_dir():
-        raise FileNotFoundError(f"there is no folder {policy}; pass the `policy` folder that soma fit wrote")
-    if not config.is_file():
-        raise FileNotFoundError(
-            f"{policy} holds no config.json, so it is no checkpoint; pass the `policy` folder that soma fit wrote"
-        )
-    try:
-        stored = json.loads(config.read_text())
-    except ValueError as error:
-        raise ValueError(f"{config} is no valid JSON: {error}") from error
-    if not isinstance(stored, dict):
-        raise ValueError(f"{config} must hold a JSON object, not {type(stored).__name__}")
-    return str(stored.get("type", "pi05"))
-
-
-def pick_device(device: str) -> torch.device:
-    """Raises ValueError for a device that torch does not know or does not see."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}, but torch sees no CUDA device; use device=cpu")
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is unknown; use auto, cpu or cuda") from error
 
 
 def print_plan(report: dict[str, Any]) -> None:

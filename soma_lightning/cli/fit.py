@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib
+import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -107,10 +111,35 @@ def default_loggers(root: Path) -> list[Logger]:
     return loggers
 
 
+def training_device(settings: Mapping[str, Any]) -> torch.device | None:
+    """The CUDA device that this process will train on, by the Trainer's `accelerator` and `devices`; else None."""
+    if settings["accelerator"] not in ("auto", "gpu", "cuda") or not torch.cuda.is_available():
+        return None
+    chosen = CUDAAccelerator.parse_devices(settings["devices"] if settings["devices"] != "auto" else -1)
+    rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+    return torch.device("cuda", chosen[rank]) if chosen is not None and rank < len(chosen) else None
+
+
 class SomaCLI(LightningCLI):
     """LightningCLI whose logs and checkpoints live under `default_root_dir`, so that `--ckpt_path last` finds them."""
 
+    def instantiate_classes(self) -> None:
+        """A policy is built where it will train: loaded or drawn there, not on the host first."""
+        device = training_device(self._get(self.config, "trainer")) if self._builds_policy() else None
+        with contextlib.nullcontext() if device is None else device:
+            super().instantiate_classes()
+
+    def _builds_policy(self) -> bool:
+        """Whether the model is one of ours; others may expect the host."""
+        module, _, name = self._get(self.config, "model")["class_path"].rpartition(".")
+        found = getattr(importlib.import_module(module), name)
+        return isinstance(found, type) and issubclass(found, PolicyModule)
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        with torch.device("cpu"):  # only the model is built elsewhere
+            return self._with_our_folders(kwargs)
+
+    def _with_our_folders(self, kwargs: dict[str, Any]) -> Trainer:
         settings = self._get(self.config_init, "trainer")
         root = Path(settings["default_root_dir"] or "outputs")
         kwargs["default_root_dir"] = str(root)

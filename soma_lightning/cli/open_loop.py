@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from soma_lightning import plots
+from soma_lightning.cli.checkpoint import check_policy_options, load_policy, pick_device, stored_type
 from soma_lightning.cli.data import check_out
-from soma_lightning.cli.eval import pick_device, stored_type
 from soma_lightning.cli.parser import CommandParser
 from soma_lightning.contract import ACTION, STATE
 from soma_lightning.data.inspection import dimension_names
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.open_loop import EpisodePrediction, OpenLoopSettings, predict_episodes, summarize
 from soma_lightning.evaluation.report import check_policy_parts
-from soma_lightning.models.registry import get_model, load_extensions
+from soma_lightning.models.registry import load_extensions
 
 RESULTS, TABLE = "open_loop.json", "open_loop.csv"
 
@@ -39,6 +39,7 @@ def compare_open_loop(
     state_indices: list[int] | None = None,
     action_indices: list[int] | None = None,
     model_type: str | None = None,
+    policy_options: dict[str, Any] | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
     """Shows a policy recorded observations and draws its chunks against the recorded actions.
@@ -58,8 +59,10 @@ def compare_open_loop(
         state_indices: state dimensions to keep, in this order.
         action_indices: action dimensions to keep, in this order.
         model_type: registered model type; read from the checkpoint's config.json when left out.
+        policy_options: how the checkpoint is loaded, e.g. {"dtype": "bfloat16"} (the entries of `get_model`).
         device: "auto", "cpu" or "cuda".
     """
+    check_policy_options(policy_options)
     target, folder = pick_device(device), Path(out)
     check_out(folder, Path(dataset))
     whole = LeRobotDataset(
@@ -72,9 +75,8 @@ def compare_open_loop(
     )
     chosen = chosen_episodes(episodes, whole.num_episodes)
     load_extensions()
-    model: Any = get_model({"model_type": model_type or stored_type(Path(policy)), "model_path": policy})
+    model = load_policy(policy, model_type or stored_type(Path(policy)), target, policy_options)
     check_policy_parts(model)
-    model.to(target).eval()
     settings = OpenLoopSettings(
         executed_steps=model.config.n_action_steps if executed_steps is None else executed_steps,
         denoising_steps=model.config.num_inference_steps if denoising_steps is None else denoising_steps,

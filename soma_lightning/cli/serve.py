@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from soma_lightning.cli.eval import pick_device, stored_type
+from soma_lightning.cli.checkpoint import check_policy_options, load_policy, pick_device, stored_type
 from soma_lightning.cli.parser import CommandParser
 from soma_lightning.imports import require_package
-from soma_lightning.models.registry import get_model, load_extensions
+from soma_lightning.models.registry import load_extensions
 
 
 def serve_policy(
@@ -27,6 +27,7 @@ def serve_policy(
     timeout_s: float = 30.0,
     max_message_mb: float = 16.0,
     model_type: str | None = None,
+    policy_options: dict[str, Any] | None = None,
     device: str = "auto",
 ) -> None:
     """Answers observations of clients with action chunks until SIGINT (Ctrl-C) or SIGTERM.
@@ -45,12 +46,14 @@ def serve_policy(
         timeout_s: seconds from a message to its answer; then the client gets an error.
         max_message_mb: size of a message in MiB; a larger one ends its connection.
         model_type: registered model type; read from the checkpoint's config.json when left out.
+        policy_options: how the checkpoint is loaded, e.g. {"cuda_graphs": true} (the entries of `get_model`).
         device: "auto", "cpu" or "cuda".
     """
     for package in ("websockets", "msgpack"):
         require_package(package, purpose="serve a policy")
     from soma_lightning.serving import PolicyServer, PolicySettings, ServedPolicy, ServerSettings
 
+    check_policy_options(policy_options)
     settings = PolicySettings(executed_steps, denoising_steps, seed, cameras or {})
     server = PolicyServer(
         ServerSettings(host, port, max_batch_size, max_wait_ms, max_waiting, timeout_s, max_message_mb)
@@ -59,8 +62,8 @@ def serve_policy(
         target = pick_device(device)
         load_extensions()
         model_type = model_type or stored_type(Path(policy))
-        model: Any = get_model({"model_type": model_type, "model_path": policy})
-        served = ServedPolicy(model.to(target).eval(), model_type, settings)
+        model = load_policy(policy, model_type, target, policy_options)
+        served = ServedPolicy(model, model_type, settings)
         if not is_loopback(host):
             print(f"warning: host={host} lets other machines in, and nobody is asked who he is", file=sys.stderr)
         server.run(served, ready=lambda: print(f"serving {policy} on {server.address}", flush=True))

@@ -11,10 +11,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from soma_lightning.frozen_layers import quantize_rows
+
 StoredDtype = Literal["auto", "bfloat16", "float8_e4m3fn"]
 _SCALE, _WAS = ".scale", ".was_"
-_FP8 = torch.float8_e4m3fn
-_FP8_MAX = torch.finfo(_FP8).max
 
 
 def check_stored_dtype(stored: str) -> None:
@@ -26,8 +26,8 @@ def check_stored_dtype(stored: str) -> None:
 def encode_parts(parts: Mapping[str, Tensor], stored: StoredDtype) -> dict[str, Tensor]:
     """The parts {name: [S, B, P, W]} in the numbers that are kept; those that are no floating-point numbers unchanged.
 
-    "auto": unchanged. "bfloat16": rounded. "float8_e4m3fn": every token of every stream is divided by its largest
-    magnitude / 448, kept as float32 [..., 1] in a part of its own. A rounded part's name says what it was.
+    "auto": unchanged. "bfloat16": rounded. "float8_e4m3fn": every token of every stream has a scale of its own, kept as
+    float32 [..., 1] in a part of its own. A rounded part's name says what it was.
     """
     encoded: dict[str, Tensor] = {}
     for name, values in parts.items():
@@ -38,10 +38,9 @@ def encode_parts(parts: Mapping[str, Tensor], stored: StoredDtype) -> dict[str, 
         if stored == "bfloat16":
             encoded[rounded] = values.bfloat16()
             continue
-        scale = (values.abs().amax(-1, keepdim=True).float() / _FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-        # A quotient that was rounded up lies above the largest fp8 number and would become NaN.
-        encoded[rounded] = (values.float() / scale).clamp(-_FP8_MAX, _FP8_MAX).to(_FP8)
-        encoded[rounded + _SCALE] = scale
+        rows = quantize_rows(values.flatten(0, -2))
+        encoded[rounded] = rows.values.view(values.shape)
+        encoded[rounded + _SCALE] = rows.scales.view(*values.shape[:-1], 1)
     return encoded
 
 

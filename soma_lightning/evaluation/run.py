@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -75,7 +76,8 @@ def evaluate(
             folder.add(rollout)
             done.append(rollout)
         results = {**summarize(settings, done), "videos": videos.listing(settings.tasks), **report}
-        results["seconds"] = {"wall": time.perf_counter() - begin, "episodes_run": len(todo), **runner.seconds}
+        took = {"wall": time.perf_counter() - begin, "episodes_run": len(todo), **runner.seconds}
+        results["seconds"] = took if todo else _seconds_of_last_run(out, took)
         write_json(out / RESULTS, results)
         draw(out, results)
     return results
@@ -102,6 +104,15 @@ def evaluate_seeds(
     summary["protocol"] = results[0]["protocol"]
     write_json(out / SEEDS, summary)
     return summary
+
+
+def _seconds_of_last_run(out: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
+    """Asking again for what is there must not replace the times of the run that made it."""
+    try:
+        kept = json.loads((out / RESULTS).read_text())["seconds"]
+    except (OSError, ValueError, KeyError):
+        return otherwise
+    return kept if isinstance(kept, dict) else otherwise
 
 
 def _check(policy: Any, envs: EnvGroup, settings: EvaluationSettings) -> None:

@@ -21,7 +21,7 @@ class EvaluationSettings:
     until: "success" ends an episode when the goal is first reached; "limit" goes on, so that success at the end is
     measured, too. blind: the policy is shown black images. recorded: how many successes and how many failures of each
     task are kept as video, those of the lowest initial states. env_options: all settings of the environment.
-    protocol: name of a `LiberoProtocol`.
+    protocol: name of a `LiberoProtocol`. policy_options: how the checkpoint is loaded, e.g. its dtype.
     """
 
     policy: str
@@ -37,6 +37,7 @@ class EvaluationSettings:
     recorded: int = 1
     env_options: Mapping[str, Any] = field(default_factory=dict)
     protocol: str | None = None
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("episodes", "executed_steps", "denoising_steps"):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 #: dtype -> its name in a safetensors header.
 _NAMES = {
@@ -120,13 +121,13 @@ def _mapped_state_dict(file: Path) -> dict[str, Tensor]:
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes `tensors` from wherever they are, each copied to the CPU when its turn comes; dtypes are kept.
 
+    DTensors are gathered, one at a time: the other ranks call `gather_in_turn` with theirs meanwhile.
     Raises ValueError for a dtype that the format does not name here.
     """
     unknown = {name: value.dtype for name, value in tensors.items() if value.dtype not in _NAMES}
     if unknown:
         raise ValueError(f"{file} cannot hold {unknown}; known dtypes: {list(_NAMES)}")
-    # Wide elements first, as the format's own writer has it: then every tensor lies on a multiple of its element.
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    order = _order(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
@@ -139,5 +140,21 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)
         for name in order:
-            values = tensors[name].detach().cpu().contiguous()
+            values = whole(tensors[name]).cpu().contiguous()
             out.write(values.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def gather_in_turn(tensors: Mapping[str, Tensor]) -> None:
+    """This rank's part in `write_safetensors` of the same tensors on another rank."""
+    for name in _order(tensors):
+        whole(tensors[name])
+
+
+def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Wide elements first, as the format's own writer has it: then every tensor lies on a multiple of its element."""
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor, of a DTensor gathered from all ranks, which call this together; detached."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from soma_lightning.contract import ACTION, ACTION_IS_PAD, TRAINING_FILE
@@ -75,7 +76,8 @@ PUBLIC_RECIPE = TrainingConfig()
 class PolicyModule(LightningModule):
     """Fine-tunes `policy`: a policy with `sft_forward`, `sample_actions`, `frozen_modules` and `save_pretrained`.
 
-    `save_pretrained` also takes `optimizer`, whose fp32 masters it writes, if the policy trains in bf16.
+    `save_pretrained` also takes `optimizer`, whose fp32 masters it writes, if the policy trains in bf16, and `values`,
+    averages by the names below `policy.model`, if it is trained with ema_decay. All ranks call it when it is sharded.
 
     Noise and flow times are drawn from a generator seeded by (torch's seed when the module was built, rank, epoch,
     batch), so a resumed run continues exactly and validation losses compare across epochs.
@@ -276,27 +278,26 @@ class PolicyModule(LightningModule):
                 )
 
     def on_train_end(self) -> None:
-        if not self.training_config.export or not self.trainer.is_global_zero or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not self.training_config.export or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if self._ema is not None:
-            self._ema.swap_in(self)
         folder = Path(self.trainer.default_root_dir) / "policy"
-        try:
-            masters = {} if self._ema is not None else self._masters()
-            self.export(folder, **masters)
+        is_sharded = any(isinstance(p, DTensor) for p in self.policy.parameters())
+        if self.trainer.is_global_zero or is_sharded:  # shards are gathered by all ranks
+            self.export(folder, **self._exported_values())
+        if self.trainer.is_global_zero:
             steps = {"step": self.trainer.global_step, "epoch": self.trainer.current_epoch}
             (folder / TRAINING_FILE).write_text(json.dumps(steps))
-        finally:
-            if self._ema is not None:
-                self._ema.swap_out(self)
-        rank_zero_info(f"policy written to {folder}")
+            rank_zero_info(f"policy written to {folder}")
 
-    def export(self, folder: Path, **masters: Any) -> None:
-        """Writes what the run made. masters: `optimizer`, if it holds fp32 masters that are exported."""
-        self.policy.save_pretrained(folder, **masters)
+    def export(self, folder: Path, **values: Any) -> None:
+        """Writes what the run made; ranks with shards call it together. values: for `save_pretrained`."""
+        self.policy.save_pretrained(folder, **values)
 
-    def _masters(self) -> dict[str, Any]:
-        """The optimizer whose fp32 masters are exported instead of rounded parameters, if there is one."""
+    def _exported_values(self) -> dict[str, Any]:
+        """What is exported instead of rounded or raw parameters: averages, or an optimizer's fp32 masters."""
+        if self._ema is not None:
+            start = "policy.model."
+            return {"values": {name.removeprefix(start): kept for name, kept in self._ema.shadow.items()}}
         found = next(filter(has_masters, self.trainer.optimizers), None)
         return {} if found is None else {"optimizer": found}
 

@@ -25,6 +25,7 @@ class PI05Module(PolicyModule):
     lora: adapters that train instead of what `trainable` says; needs peft. The run leaves the merged policy, as always,
     and beside it `adapter` in peft's format.
     frozen_precision: "fp8" stores the frozen backbone of `pretrained` in fp8 and runs its products there.
+    cuda_graphs: the expert's passes are recorded once a shape and replayed, so that a GPU does not wait for the host.
     gradient_checkpointing: layers that train keep only their inputs and run twice: less memory, more time.
     statistics: "data" takes the data module's, "checkpoint" keeps those saved with `pretrained`.
     training: optimizer, schedule and objective.
@@ -39,6 +40,7 @@ class PI05Module(PolicyModule):
         trainable: Trainable = "expert",
         lora: LoRAConfig | None = None,
         frozen_precision: Literal["fp8"] | None = None,
+        cuda_graphs: bool = False,
         gradient_checkpointing: bool = False,
         statistics: Literal["data", "checkpoint"] = "data",
         training: TrainingConfig = PUBLIC_RECIPE,
@@ -62,10 +64,16 @@ class PI05Module(PolicyModule):
             policy.reset_parameters()
         if lora is not None:
             add_lora(policy.model, lora)
+        if cuda_graphs and (gradient_checkpointing or any(p.requires_grad for p in policy.model.prefix.parameters())):
+            raise ValueError(
+                "cuda_graphs=true records the expert alone, without recomputation: it needs a frozen backbone "
+                "(trainable='expert', lora targets='expert') and gradient_checkpointing=false"
+            )
         if gradient_checkpointing:
             policy.model.gradient_checkpointing_enable()
         super().__init__(policy, training)
         self.statistics_from = statistics
+        self.cuda_graphs = cuda_graphs
         self.save_hyperparameters({"pretrained": pretrained, "revision": revision, "size": size, "config": config})
 
     def setup(self, stage: str) -> None:
@@ -90,17 +98,18 @@ class PI05Module(PolicyModule):
                 check_replaceable(root / name)
 
     def on_fit_start(self) -> None:
+        self._use_cuda_graphs()
         self.policy.model.check_dtypes()  # the Trainer has applied its precision by now
         if self.policy.loaded_from is not None and self.trainer.ckpt_path is None:  # a resumed run has its masters
             for optimizer in filter(has_masters, self.trainer.optimizers):
                 self.policy.seed_masters(optimizer)
 
-    def export(self, folder: Path, **masters: Any) -> None:
+    def export(self, folder: Path, **values: Any) -> None:
         """The policy, and its adapters in `adapter` beside it."""
-        super().export(folder, **masters)
+        super().export(folder, **values)
         if self.policy.model.lora is not None:
             base = None if self.policy.loaded_from is None else str(self.policy.loaded_from)
-            save_adapter(self.policy.model, folder.with_name("adapter"), base, **masters)
+            save_adapter(self.policy.model, folder.with_name("adapter"), base, **values)
 
     def report_facts(self) -> dict[str, Any]:
         facts, lora = super().report_facts(), self.policy.model.lora
@@ -111,6 +120,12 @@ class PI05Module(PolicyModule):
         if lora is not None:
             description["config"]["lora"] = {**asdict(lora), "full": list(lora.full)}
         return description
+
+    def _use_cuda_graphs(self) -> None:
+        if self.cuda_graphs:
+            self.policy.model.use_cuda_graphs()
+            with self.trainer.precision_plugin.forward_context():
+                self.policy.model.graphs.check()
 
     def on_validation_start(self) -> None:
         self.policy.model.check_dtypes()  # for Trainer.validate, which starts no fit

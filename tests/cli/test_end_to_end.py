@@ -201,7 +201,7 @@ def test_images_of_another_size_and_shape_train_and_roll_out(tmp_path: Path) -> 
         (["--env_options", '{"obs_type": "state"}'], ("cameras do not fit", "found []")),
         (["--device", "gpu"], ("device='gpu' is unknown; use auto, cpu or cuda",)),
         (["--model_type", "pi0"], ("unknown model_type 'pi0'", "did you mean 'pi05'?")),
-        (["--polcy", "x"], ("unknown option 'polcy'", "did you mean 'policy'?")),
+        (["--polcy", "x"], ("unknown option 'polcy'", "did you mean 'policy' or 'policy_options'?")),
     ],
 )
 def test_evaluations_that_cannot_be(

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -145,3 +146,47 @@ def test_frozen_parts_in_eval_mode_are_no_warning_but_other_modules_are(ours: bo
         SomaCLI.before_fit(command)
         warnings.warn("Found 9 module(s) in eval mode at the start of training.", stacklevel=1)
     assert len(seen) == (0 if ours else 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank", "expected"),
+    [
+        ({"accelerator": "auto", "devices": "auto"}, None, 0),
+        ({"accelerator": "gpu", "devices": 2}, "1", 1),
+        ({"accelerator": "cuda", "devices": [3, 1]}, "0", 3),
+        ({"accelerator": "gpu", "devices": "1,2"}, "1", 2),
+        ({"accelerator": "cpu", "devices": 1}, None, None),
+    ],
+)
+def test_a_policy_is_built_on_the_device_that_this_process_trains_on(
+    monkeypatch: pytest.MonkeyPatch, settings: dict, rank: str | None, expected: int | None
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr("lightning.fabric.accelerators.cuda.num_cuda_devices", lambda: 4)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert fit.training_device(settings) == (None if expected is None else torch.device("cuda", expected))
+
+
+def test_only_the_policy_is_built_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    elsewhere = torch.device("cpu", 0)  # another device than the default one, as far as names go
+    places = {}
+
+    def building(self: PolicyModule, *arguments: object, start=PolicyModule.__init__) -> None:
+        places["model"] = torch.get_default_device()
+        start(self, *arguments)
+
+    def loggers(root: Path) -> list:
+        places["trainer"] = torch.get_default_device()
+        return []
+
+    monkeypatch.setattr(fit, "training_device", lambda settings: elsewhere)
+    monkeypatch.setattr(PolicyModule, "__init__", building)
+    monkeypatch.setattr(fit, "default_loggers", loggers)
+    monkeypatch.setattr(fit.SomaCLI, "_run_subcommand", lambda self, name: None)
+    given = ["--config", "pi05_somatable_base", "--data.root", str(tmp_path), "--trainer.logger", "true"]
+    assert cli.main(["fit", *given, "--trainer.default_root_dir", str(tmp_path)]) == 0
+    assert places == {"model": elsewhere, "trainer": torch.device("cpu")}
+    assert torch.get_default_device() == torch.device("cpu")

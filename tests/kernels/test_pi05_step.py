@@ -11,7 +11,7 @@ import torch
 from bench import pi05_step
 from bench.pi05_step_worker import Row
 
-OURS = ["stock layers", "lerobot's islands", "ours eager", "ours", "ours fp8", "ours cached"]
+OURS = ["stock layers", "ours", "ours fp8", "ours cached"]
 
 
 def test_ours_agrees_with_itself_in_all_ways(tmp_path: Path, device: torch.device) -> None:

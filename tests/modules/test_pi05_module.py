@@ -347,3 +347,41 @@ def test_fp32_values_of_a_checkpoint_survive_bf16_training(make_run, tmp_path: P
     assert files[1][name].dtype == torch.float32
     assert torch.equal(files[0][name], files[1][name])
     assert not torch.equal(module.policy.model.expert.layers[0].self_attn.q_proj.weight.float(), files[1][name])
+
+
+FP8 = {"frozen_precision": "fp8", "config": {"dtype": "bfloat16", "islands": "openpi"}, "size": None}
+
+
+def test_a_backbone_in_fp8_stays_and_the_exported_policy_has_it_unrounded(make_run, tmp_path):
+    make_run("base")[1].policy.save_pretrained(tmp_path / "start")
+    model = {"pretrained": str(tmp_path / "start"), **FP8}
+    trainer, module, data = make_run("run", model=model, enable_checkpointing=True)
+    before, backbone = weights_of(module), module.policy.backbone_hash()
+    trainer.fit(module, data)
+    moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
+    assert moved
+    assert all(".expert." in name for name in moved)
+    assert module.policy.backbone_hash() == backbone
+    start = load_file(tmp_path / "start" / "model.safetensors")
+    exported = load_file(tmp_path / "run" / "policy" / "model.safetensors")
+    key = "model.paligemma_with_expert.paligemma.model.language_model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(exported[key], start[key])
+
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    trainer, resumed, data = make_run("resumed", model=model, max_steps=6)
+    trainer.fit(resumed, data, ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert resumed.policy.backbone_hash() == backbone
+    trainer, other, data = make_run("other", model={**model, "frozen_precision": None}, max_steps=6)
+    with pytest.raises(ValueError, match="weights do not fit this run's"):
+        trainer.fit(other, data, ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+
+
+def test_fp8_needs_a_checkpoint():
+    with pytest.raises(ValueError, match="frozen_precision='fp8' needs pretrained"):
+        PI05Module(size="tiny", frozen_precision="fp8")
+
+
+def test_cuda_graphs_without_a_gpu_are_refused_before_the_first_batch(make_run):
+    trainer, module, data = make_run("run", model={"cuda_graphs": True})
+    with pytest.raises(ValueError, match="CUDA graphs need a CUDA device, and the model is on cpu"):
+        trainer.fit(module, data)

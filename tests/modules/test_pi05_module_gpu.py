@@ -45,3 +45,21 @@ def test_validation_agrees_with_the_cpu(make_run, monkeypatch: pytest.MonkeyPatc
 def test_low_precision_trains(make_run, settings: dict):
     run, _ = first_steps(make_run, "gpu", **settings)
     assert torch.isfinite(run.logged_metrics["train_loss"])
+
+
+def test_cuda_graphs_train_like_eager_passes(make_run):
+    losses = {}
+    for graphs in (False, True):
+        model = {"cuda_graphs": graphs, "config": {"dtype": "bfloat16", "islands": "openpi"}}
+        run, module, data = make_run(
+            f"graphs_{graphs}", model=model, accelerator="gpu", max_steps=6, log_every_n_steps=1
+        )
+        run.fit(module, data)
+        losses[graphs] = float(run.logged_metrics["train_loss"])
+        assert module.policy.report_facts()["cuda_graphs"] == graphs
+    assert losses[True] == pytest.approx(losses[False], rel=0.02)
+
+
+def test_autocast_and_cuda_graphs_exclude_each_other(make_run):
+    with pytest.raises(ValueError, match="not under autocast"):
+        first_steps(make_run, "gpu", precision="bf16-mixed", model={"cuda_graphs": True})

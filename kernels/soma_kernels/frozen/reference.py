@@ -16,8 +16,8 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-#: Smallest scale: a row of zeros stays zeros.
-MIN_SCALE = 1e-12
+#: Smallest scale, float32's smallest normal number: a row of zeros stays zeros.
+MIN_SCALE = 2.0**-126
 
 
 class Fp8Rows(NamedTuple):

@@ -16,12 +16,16 @@ def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05P
     """Builder of model_type "pi05" for the registry.
 
     cfg: model_path (folder or hub id; None builds a fresh policy), revision, size ("base" or "tiny", without
-    model_path), device (by default torch's default device),
-    frozen_precision ("fp8", with model_path), is_lora (adapters of rank lora_rank, 32 if unset, on PaliGemma, while the
-    expert trains in full; lora_rank alone does nothing), and any field of PI05Config. torch_dtype: float32,
-    bfloat16, or None for the checkpoint's. Raises ValueError for anything else.
+    model_path), device (by default torch's default device), frozen_precision ("fp8", with model_path), cuda_graphs
+    (true records the expert's passes), is_lora (adapters of rank lora_rank, 32 if unset, on PaliGemma, while the expert
+    trains in full; lora_rank alone does nothing), and any field of PI05Config. torch_dtype: float32, bfloat16, or None
+    for the checkpoint's. Raises ValueError for anything else.
     """
     settings = dict(cfg)
+    if settings.pop("cuda_graphs", False):
+        policy = build_pi05(settings, torch_dtype)
+        policy.model.use_cuda_graphs()
+        return policy
     frozen_precision = settings.pop("frozen_precision", None)
     for handled in ("model_type", "precision"):
         settings.pop(handled, None)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from soma_lightning.layout.full_state import own_slice
 from soma_lightning.models.pi05.config_files import CheckpointLayout, read_config, write_config
-from soma_lightning.models.tensor_files import TensorFile, write_safetensors
+from soma_lightning.models.tensor_files import TensorFile, gather_in_turn, whole, write_safetensors
 from soma_lightning.optim.masters import master_values, named_low_precision, seed_master
 
 if TYPE_CHECKING:
@@ -161,23 +161,25 @@ def weights_file(path: str | Path) -> Path:
 
 def save_weights(
     model: PI05Model,
-    path: str | Path,
+    path: str | Path | None,
     layout: CheckpointLayout = "lerobot",
     optimizer: Optimizer | None = None,
     *,
+    values: Mapping[str, Tensor] | None = None,
     frozen_from: str | Path | None = None,
-) -> Path:
+) -> Path | None:
     """Writes the weights so that lerobot or openpi loads them strictly, tensor by tensor; returns the file.
 
     path: a folder (then `model.safetensors` inside it) or a file name that ends in .safetensors. Dtypes are kept, but
-    `optimizer`'s fp32 masters are written in the place of the bf16 parameters that they belong to, and adapters are
-    merged into float32. frozen_from: the checkpoint from which a prefix in fp8 was loaded; the prefix is copied from
-    there.
+    `optimizer`'s fp32 masters are written in the place of the bf16 parameters that they belong to, and `values` (by our
+    parameter names) in the place of any; adapters are merged into float32. frozen_from: the checkpoint from which a
+    prefix in fp8 was loaded; the prefix is copied from there. A sharded model is saved by all ranks together: one has
+    the path, the others None.
     """
     masters = {} if optimizer is None else master_values(model, optimizer)
     frozen = {} if frozen_from is None else _prefix_tensors(model, frozen_from)
     own = {name: tensor for name, tensor in model.state_dict().items() if not frozen or not name.startswith("prefix.")}
-    return save_state_dict({**merged_tensors(model, {**own, **masters}), **frozen}, path, layout)
+    return save_state_dict({**merged_tensors(model, {**own, **masters, **(values or {})}), **frozen}, path, layout)
 
 
 def base_parameters(model: PI05Model) -> dict[str, nn.Parameter]:
@@ -188,15 +190,18 @@ def base_parameters(model: PI05Model) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def merged_tensors(model: PI05Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of `model` without adapters (lora.py): what they add is summed in float32, on the CPU, and kept so."""
+    """Tensors of `model` without adapters (lora.py): what they add is summed in float32, on the CPU, and kept so.
+
+    Shards are gathered: all ranks call it together.
+    """
     if model.lora is None:
         return dict(tensors)
     merged = {}
     for name, value in tensors.items():
         layer, is_weight, _ = name.partition(f"{_BASE_LAYER}weight")
         if is_weight:
-            a, b = (tensors[f"{layer}{_ADAPTER}{part}.default.weight"].float() for part in "AB")
-            value = (value.float() + model.lora.scale * (b @ a)).cpu()
+            a, b = (whole(tensors[f"{layer}{_ADAPTER}{part}.default.weight"]).float() for part in "AB")
+            value = (whole(value).float() + model.lora.scale * (b @ a)).cpu()
         if _ADAPTER not in name:
             merged[name.replace(_BASE_LAYER, ".")] = value
     return merged
@@ -209,13 +214,18 @@ def _prefix_tensors(model: PI05Model, path: str | Path) -> dict[str, Tensor]:
     return {name: tensors.read(key) for name, key in sources.items() if name.startswith("prefix.")}
 
 
-def save_state_dict(state_dict: Mapping[str, Tensor], path: str | Path, layout: CheckpointLayout = "lerobot") -> Path:
-    """As `save_weights`, from the state dict of a PI05Model (for example gathered from shards)."""
+def save_state_dict(
+    state_dict: Mapping[str, Tensor], path: str | Path | None, layout: CheckpointLayout = "lerobot"
+) -> Path | None:
+    """As `save_weights`, from the state dict of a PI05Model."""
     if layout not in get_args(CheckpointLayout):
         raise ValueError(f"layout={layout!r} is unknown; known: {list(get_args(CheckpointLayout))}")
+    tensors = stored_tensors(state_dict, layout)
+    if path is None:
+        gather_in_turn(tensors)
+        return None
     path = Path(path)
     file = path if path.suffix == ".safetensors" else path / WEIGHTS_FILE
-    tensors = stored_tensors(state_dict, layout)
     without_values = sorted(key for key, tensor in tensors.items() if tensor.is_meta)
     if without_values:
         raise ValueError(

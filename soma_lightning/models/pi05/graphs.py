@@ -86,7 +86,7 @@ class ExpertGraphs:
     device, or has hooks, which a replay would not call.
     """
 
-    def __init__(self, expert: ActionExpert, bucket: int = 32, limit: int = 4) -> None:
+    def __init__(self, expert: ActionExpert, bucket: int = 32, limit: int = 8) -> None:
         self.expert, self.bucket, self.limit = expert, bucket, limit
         self._recordings: OrderedDict[Any, _Recording] = OrderedDict()
         self._pool: Any = None
@@ -137,7 +137,7 @@ class ExpertGraphs:
         key = (kind, rows, length, prefix.keys[0].dtype, *(x.shape for x in others), places)
         found = self._recordings.get(key)
         if found is None:
-            self._check(prefix.keys[0].device)
+            self.check()
             for old in [old for old in self._recordings if old[-1] != places]:
                 del self._recordings[old]
             while len(self._recordings) >= self.limit:
@@ -150,7 +150,9 @@ class ExpertGraphs:
         self._recordings.move_to_end(key)
         return found
 
-    def _check(self, device: torch.device) -> None:
+    def check(self) -> None:
+        """Raises ValueError when the expert cannot be recorded here and now; see the class."""
+        device = next(self.expert.parameters()).device
         if device.type != "cuda":
             raise ValueError(f"CUDA graphs need a CUDA device, and the model is on {device}; set cuda_graphs=False")
         if torch.is_autocast_enabled("cuda"):

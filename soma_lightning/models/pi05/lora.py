@@ -7,18 +7,21 @@ starts at zero, so the network starts as it was.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import get_rank
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from soma_lightning.imports import require_package
 from soma_lightning.models.pi05.checkpoint import public_key
 from soma_lightning.models.pi05.folder import ADAPTER_WEIGHTS, written_at_once
-from soma_lightning.models.tensor_files import write_safetensors
+from soma_lightning.models.tensor_files import gather_in_turn, write_safetensors
 from soma_lightning.optim.masters import master_values
 
 if TYPE_CHECKING:
@@ -117,12 +120,17 @@ def lora_facts(model: PI05Model, config: LoRAConfig) -> dict[str, Any]:
 
 
 def save_adapter(
-    model: PI05Model, folder: str | Path, base: str | None = None, *, optimizer: Optimizer | None = None
+    model: PI05Model,
+    folder: str | Path,
+    base: str | None = None,
+    *,
+    optimizer: Optimizer | None = None,
+    values: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Writes the adapters in peft's format, under lerobot's names, for `PeftModel.from_pretrained(policy, folder)`.
 
-    Modules that train in full go with them. base: checkpoint that the adapters belong to. optimizer: as in
-    `PI05Policy.save_pretrained`. The folder appears whole or not at all. Raises ValueError for a model without
+    Modules that train in full go with them. base: checkpoint that the adapters belong to. optimizer, values:
+    as in `PI05Policy.save_pretrained`. The folder appears whole or not at all. Raises ValueError for a model without
     adapters, FileExistsError for a folder with other files.
     """
     from peft import LoraConfig
@@ -131,8 +139,8 @@ def save_adapter(
     if config is None:
         raise ValueError("this model has no adapters to save; add_lora makes them")
     masters = {} if optimizer is None else master_values(model, optimizer)
-    values = {**model.state_dict(), **masters}
-    trained = {name: values[name] for name in model.trainable_names()}
+    all_values = {**model.state_dict(), **masters, **(values or {})}
+    trained = {name: all_values[name] for name in model.trainable_names()}
     adapted = sorted({name.split(".lora_")[0] for name in trained if ".lora_" in name})
     full = sorted({name.rpartition(".")[0] for name in trained if ".lora_" not in name})
     settings = LoraConfig(
@@ -144,6 +152,9 @@ def save_adapter(
         inference_mode=True,
     )
     tensors = {f"base_model.model.model.{public_key(name.replace('.default.', '.'))}": v for name, v in trained.items()}
+    if any(isinstance(p, DTensor) for p in model.parameters()) and get_rank() != 0:
+        gather_in_turn(tensors)
+        return
     with written_at_once(Path(folder)) as new:
         settings.save_pretrained(str(new))
         write_safetensors(new / ADAPTER_WEIGHTS, tensors)

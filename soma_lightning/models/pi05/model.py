@@ -165,12 +165,13 @@ class PI05Model(nn.Module):
         if why := why_no_fp8(first.device):
             raise ValueError(f"frozen_precision='fp8': {why}")
         self.prefix.quantize()
+        self.train(self.training)  # new modules start in training mode
 
     def frozen_modules(self) -> list[nn.Module]:
         """The largest modules of which no parameter trains; they stay in eval mode."""
         return list(_frozen(self))
 
-    def use_cuda_graphs(self, bucket: int = 32, limit: int = 4) -> None:
+    def use_cuda_graphs(self, bucket: int = 32, limit: int = 8) -> None:
         """Records the expert's passes as CUDA graphs, one a shape, and replays them (graphs.py says what that asks).
 
         bucket: prefixes are padded to multiples of this many tokens. limit: recordings that are kept.

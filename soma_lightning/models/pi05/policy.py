@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_rank
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from soma_lightning.contract import ACTION, IMAGE_PREFIX, STATE, EnvObservation, Statistics, batch_from_observation
@@ -83,6 +85,11 @@ class PI05Policy(BasePolicy):
         return self.processor.statistics
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of parameters, so that saving takes all of them."""
+        return any(isinstance(p, DTensor) for p in self.model.parameters())
+
+    @property
     def noise_shape(self) -> tuple[int, int]:
         """(H, A_max): shape of one sample's flow noise."""
         return self.config.chunk_size, self.config.max_action_dim
@@ -142,6 +149,7 @@ class PI05Policy(BasePolicy):
             "dtype": f"{config.dtype} ({config.islands} fp32 islands)",
             "frozen_precision": self.frozen_precision or config.dtype,
             "frozen_layers": self.model.prefix.path(),
+            "cuda_graphs": self.model.graphs is not None,
         }
 
     def quantize_frozen(self, precision: Literal["fp8"]) -> None:
@@ -368,22 +376,33 @@ class PI05Policy(BasePolicy):
         seed_masters(self.model, optimizer, self.loaded_from)
 
     def save_pretrained(
-        self, folder: str | Path, layout: CheckpointLayout = "lerobot", *, optimizer: Optimizer | None = None
+        self,
+        folder: str | Path,
+        layout: CheckpointLayout = "lerobot",
+        *,
+        optimizer: Optimizer | None = None,
+        values: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Writes config.json, model.safetensors, the statistics, and the tokenizer when it is the built-in one.
 
         The folder appears whole or not at all; an earlier checkpoint there is replaced. layout: "lerobot", or "openpi"
         (statistics under assets/). optimizer: its fp32 masters are written in the place of its bf16 parameters, so
-        that nothing of what was trained is rounded. An fp8 backbone is copied from the checkpoint it was loaded from.
+        that nothing of what was trained is rounded. values: tensors to write instead of parameters, by the model's
+        names (averaged weights). An fp8 backbone is copied from the checkpoint it was loaded from. A sharded policy is
+        saved by all ranks together: each calls this, rank 0 writes.
         Raises FileExistsError when the folder holds other files, ValueError for an unknown layout and for an optimizer
         without masters.
         """
         if layout not in ("lerobot", "openpi"):
             raise ValueError(f"layout must be 'lerobot' or 'openpi', got {layout!r}")
+        source = None if self.frozen_precision is None else self.loaded_from
+        weights: dict[str, Any] = {"optimizer": optimizer, "values": values, "frozen_from": source}
+        if self.is_sharded and get_rank() != 0:
+            save_weights(self.model, None, layout, **weights)
+            return
         with written_at_once(Path(folder)) as new:
             write_config(self.config, new, layout)
-            source = None if self.frozen_precision is None else self.loaded_from
-            save_weights(self.model, new, layout, optimizer, frozen_from=source)
+            save_weights(self.model, new, layout, **weights)
             if self.statistics is not None:
                 save_side_files(new, layout, self.config, self.statistics)
             if self.config.tokenizer == BUILTIN:

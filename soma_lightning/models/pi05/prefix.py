@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PaliGemmaConfig, PaliGemmaModel
 
-from soma_lightning.frozen_layers import Fp8Embedding, compute_dtype, quantize_linears
+from soma_lightning.frozen_layers import Fp8Embedding, compute_dtype, has_kernels, quantize_linears
 from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.frozen import run_language, run_vision, why_stock
@@ -230,10 +230,10 @@ class PI05Prefix(nn.Module):
 
     def path(self) -> str:
         """How vision and language layers run, for the run report."""
+        kernels = has_kernels(self.paligemma.get_input_embeddings().weight.device)
+        fused = "fused (Triton kernels)" if kernels else "fused (torch)"
         found = {name: self.why_stock(layers) for name, layers in self._stacks().items()}
-        return ", ".join(
-            f"{name}: {'fused kernels' if why is None else f'stock modules ({why})'}" for name, why in found.items()
-        )
+        return ", ".join(f"{name}: {fused if why is None else f'stock modules ({why})'}" for name, why in found.items())
 
     def unfused(self) -> list[nn.ModuleList]:
         """Stacks of layers that run as stock modules."""

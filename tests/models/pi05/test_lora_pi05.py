@@ -157,11 +157,11 @@ def test_a_frozen_prefix_stays_fused_beside_adapters_of_the_expert(monkeypatch, 
     monkeypatch.setattr(frozen, "has_kernels", lambda device: True)
     policy = make_policy(dtype="bfloat16", islands="openpi")
     add_lora(policy.model, LoRAConfig())
-    assert policy.model.prefix.path() == "vision: fused kernels, language: fused kernels"
+    assert policy.model.prefix.path() == "vision: fused (torch), language: fused (torch)"
     check_features_fixed(policy)
     policy = make_policy(dtype="bfloat16", islands="openpi")
     add_lora(policy.model, LoRAConfig(targets=r"prefix\..*language_model.*q_proj"))
-    assert policy.model.prefix.path() == "vision: fused kernels, language: stock modules (a part of the prefix trains)"
+    assert policy.model.prefix.path() == "vision: fused (torch), language: stock modules (a part of the prefix trains)"
     with pytest.raises(ValueError, match="a feature cache needs a frozen backbone, but adapters of it train"):
         check_features_fixed(policy)
     with pytest.raises(ValueError, match="a part of the prefix trains"):

@@ -184,7 +184,7 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(make_policy, tmp_path, mo
     policy.save_pretrained(tmp_path / "p")
     before = {path.name: path.read_bytes() for path in (tmp_path / "p").iterdir()}
     monkeypatch.setattr(
-        "soma_lightning.models.pi05.policy.save_weights", lambda *_: (_ for _ in ()).throw(OSError("disk"))
+        "soma_lightning.models.pi05.policy.save_weights", lambda *_, **__: (_ for _ in ()).throw(OSError("disk"))
     )
     with pytest.raises(OSError, match="disk"):
         policy.save_pretrained(tmp_path / "p")

@@ -44,7 +44,7 @@ def test_frozen_vision_layers_run_fused_before_language_layers_that_train(monkey
     stock = gradients(policy, batch)
     monkeypatch.setattr(frozen, "has_kernels", lambda device: True)
     path = policy.model.prefix.path()
-    assert path == "vision: fused kernels, language: stock modules (a part of the prefix trains)"
+    assert path == "vision: fused (torch), language: stock modules (a part of the prefix trains)"
     fused = gradients(policy, batch)
     assert set(fused) == set(stock)
     name = "prefix.paligemma.multi_modal_projector.linear.weight"

@@ -1,0 +1,78 @@
+"""A policy that two ranks hold in shards is exported whole: parameters, fp32 masters, averages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from soma_lightning.contract import TRAINING_FILE
+from soma_lightning.data import LeRobotDataModule
+from soma_lightning.models import PI05Policy
+from soma_lightning.modules import PI05Module
+from soma_lightning.modules.base import TrainingConfig
+from soma_lightning.optim.masters import master_values
+from tests.ranks import ranks_run
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"model": {}, "training": {}},
+    "masters": {"model": {"config": {"dtype": "bfloat16"}}, "training": {}},
+    "average": {"model": {"config": {"dtype": "bfloat16"}}, "training": {"ema_decay": 0.5}},
+}
+
+
+def fit_all(root: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    """{case: what the export should hold}, by the model's names."""
+    return {name: fit(root, f"{folder}/{name}", **case) for name, case in CASES.items()}
+
+
+def fit(root: str, folder: str, model: dict[str, Any], training: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    L.seed_everything(0, verbose=False)
+    config = TrainingConfig(lr=1e-3, final_lr=1e-4, **training)
+    module = PI05Module(size="tiny", training=config, **model)
+    trainer = L.Trainer(
+        strategy="somaspeed",
+        devices=2,
+        accelerator="cpu",
+        default_root_dir=folder,
+        max_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(module, LeRobotDataModule(root, batch_size=4, preload=True))
+    kept = dict(module.policy.model.named_parameters())
+    if training:
+        kept |= {name.removeprefix("policy.model."): value for name, value in module._ema.shadow.items()}
+    elif model:
+        kept |= master_values(module.policy.model, trainer.optimizers[0])
+    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in kept.items()}
+
+
+@pytest.fixture(scope="module")
+def exported(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("exports")
+    ranks = ranks_run(fit_all, folder, arguments={"root": str(recorded), "folder": str(folder)})
+    return folder, ranks[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_are_exported_whole_and_unrounded(exported, case: str):
+    folder, wanted = exported
+    found = load_file(folder / case / "policy" / "model.safetensors")
+    name = "expert.layers.0.mlp.up_proj.weight"
+    key = "model.paligemma_with_expert.gemma_expert.model.layers.0.mlp.up_proj.weight"
+    assert found[key].dtype == torch.float32
+    assert torch.equal(found[key], wanted[case][name])
+    loaded = dict(PI05Policy.from_pretrained(folder / case / "policy").model.named_parameters())
+    for name, value in wanted[case].items():
+        assert torch.equal(loaded[name], value.to(loaded[name].dtype)), name
+    assert json.loads((folder / case / "policy" / TRAINING_FILE).read_text())["step"] == 2
