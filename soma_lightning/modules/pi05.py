@@ -9,6 +9,7 @@ from typing import Any, Literal
 from soma_lightning.models.pi05.config import PI05Config, Trainable, changed_config
 from soma_lightning.models.pi05.folder import check_replaceable
 from soma_lightning.models.pi05.lora import LoRAConfig, add_lora, lora_facts, save_adapter
+from soma_lightning.models.pi05.memory import Batch, MemoryEstimate, estimate_memory
 from soma_lightning.models.pi05.policy import PI05Policy
 from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
 from soma_lightning.optim.masters import has_masters
@@ -113,7 +114,26 @@ class PI05Module(PolicyModule):
 
     def report_facts(self) -> dict[str, Any]:
         facts, lora = super().report_facts(), self.policy.model.lora
-        return facts if lora is None else {**facts, **lora_facts(self.policy.model, lora)}
+        facts["gradient_checkpointing"] = self.policy.model.gradient_checkpointing
+        if lora is not None:
+            facts |= lora_facts(self.policy.model, lora)
+        estimate = self.memory_estimate()
+        return facts if estimate is None else {**facts, "memory_estimate": estimate.facts()}
+
+    def memory_estimate(self) -> MemoryEstimate | None:
+        """Of a training step on this rank's device; None when no data module says how large its batches are."""
+        data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
+        if not all(hasattr(data, name) for name in ("batch_size", "cameras", "tasks")):
+            return None
+        batch = Batch(
+            rows=data.batch_size,
+            cameras=len(data.cameras),
+            prompt_tokens=self.policy.processor.longest_prompt(data.tasks),
+            flow_draws=self.training_config.flow_draws,
+            features_cached=self._feature_cache is not None,
+        )
+        masters = any(has_masters(optimizer) for optimizer in self.trainer.optimizers)
+        return estimate_memory(self.policy.model, batch, masters=masters, average=self._ema is not None)
 
     def _description(self) -> dict[str, Any]:
         description, lora = super()._description(), self.policy.model.lora

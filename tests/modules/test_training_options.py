@@ -63,3 +63,20 @@ def test_layers_that_run_again_train_to_the_same_bits(make_run):
 def test_adapters_and_trainable_exclude_each_other(make_run):
     with pytest.raises(ValueError, match="trainable='all' has no effect with lora"):
         make_run("run", model={"lora": LoRAConfig(), "trainable": "all"})
+
+
+def test_the_memory_estimate_is_in_the_run_report_before_training(make_run, tmp_path):
+    trainer, module, data = make_run("run", model={"config": {"dtype": "bfloat16"}}, training={"ema_decay": 0.9})
+    trainer.fit(module, datamodule=data)
+    written = json.loads((tmp_path / "run" / "run_report.json").read_text())["model"]["memory_estimate"]
+    estimate = module.memory_estimate()
+    assert written == estimate.facts()
+    trained = [p for p in module.policy.parameters() if p.requires_grad]
+    assert estimate.gradients == sum(p.nbytes for p in trained)
+    assert estimate.optimizer == sum(p.numel() * (12 if p.dtype == torch.bfloat16 else 8) for p in trained)
+    assert estimate.average == 4 * sum(p.numel() for p in trained)
+    trainer, module, data = make_run("half", model={"config": {"dtype": "bfloat16"}})
+    data.batch_size = 4
+    trainer.fit(module, datamodule=data)
+    assert module.memory_estimate().activations * 2 == estimate.activations
+    assert module.memory_estimate().average == 0
