@@ -122,7 +122,7 @@ class PI05Module(PolicyModule):
 
     def memory_estimate(self) -> MemoryEstimate | None:
         """Of a training step on this rank's device; None when no data module says how large its batches are."""
-        data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
+        data: Any = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
         if not all(hasattr(data, name) for name in ("batch_size", "cameras", "tasks")):
             return None
         batch = Batch(

@@ -4,7 +4,7 @@ Counted is what must fit at once: weights, gradients, optimizer state, keys and 
 that train keep for their backward pass, and the largest temporary of layers that do not. Left out are the CUDA context
 (about half a gigabyte), images, and what an allocator loses between its blocks.
 
-Shape letters: B observations, T flow draws an observation, H horizon, I tokens of one image, W width, F width of the MLP.
+Sizes are bytes, or bytes a token where a function says so.
 """
 
 from __future__ import annotations
