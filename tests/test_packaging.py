@@ -36,7 +36,7 @@ def test_wheel_holds_our_packages_and_nothing_else(wheel: Path):
     assert tops == {"soma_lightning", "soma_kernels"}
     modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("soma_lightning/**/*.py")}
     assert modules <= set(names)
-    recipes = {f"soma_lightning/recipes/{path.name}" for path in (ROOT / "recipes").iterdir() if path.is_file()}
+    recipes = {f"soma_lightning/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").rglob("*") if path.is_file()}
     assert recipes
     assert recipes <= set(names)
     assert "soma_lightning/py.typed" in names

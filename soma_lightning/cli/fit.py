@@ -31,8 +31,8 @@ from soma_lightning.plots import learning_curve
 
 
 def recipe_names() -> list[str]:
-    """Names of the packaged recipes."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    """Names of the packaged recipes, and of the options that go over them (`options/<name>`)."""
+    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 
 
 def find_config(value: str) -> str:

@@ -140,14 +140,14 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)
         for name in order:
-            values = _whole(tensors[name]).cpu().contiguous()
+            values = whole(tensors[name]).cpu().contiguous()
             out.write(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def gather_in_turn(tensors: Mapping[str, Tensor]) -> None:
     """This rank's part in `write_safetensors` of the same tensors on another rank."""
     for name in _order(tensors):
-        _whole(tensors[name])
+        whole(tensors[name])
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -155,5 +155,6 @@ def _order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor, of a DTensor gathered from all ranks, which call this together; detached."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

@@ -283,11 +283,15 @@ class PolicyModule(LightningModule):
         folder = Path(self.trainer.default_root_dir) / "policy"
         is_sharded = any(isinstance(p, DTensor) for p in self.policy.parameters())
         if self.trainer.is_global_zero or is_sharded:  # shards are gathered by all ranks
-            self.policy.save_pretrained(folder, **self._exported_values())
+            self.export(folder, **self._exported_values())
         if self.trainer.is_global_zero:
             steps = {"step": self.trainer.global_step, "epoch": self.trainer.current_epoch}
             (folder / TRAINING_FILE).write_text(json.dumps(steps))
             rank_zero_info(f"policy written to {folder}")
+
+    def export(self, folder: Path, **values: Any) -> None:
+        """Writes what the run made; ranks with shards call it together. values: for `save_pretrained`."""
+        self.policy.save_pretrained(folder, **values)
 
     def _exported_values(self) -> dict[str, Any]:
         """What is exported instead of rounded or raw parameters: averages, or an optimizer's fp32 masters."""

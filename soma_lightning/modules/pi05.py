@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from soma_lightning.models.pi05.config import PI05Config, changed_config
+from soma_lightning.models.pi05.config import PI05Config, Trainable, changed_config
 from soma_lightning.models.pi05.folder import check_replaceable
+from soma_lightning.models.pi05.lora import LoRAConfig, add_lora, lora_facts, save_adapter
+from soma_lightning.models.pi05.memory import Batch, MemoryEstimate, estimate_memory
 from soma_lightning.models.pi05.policy import PI05Policy
 from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
 from soma_lightning.optim.masters import has_masters
@@ -19,9 +22,12 @@ class PI05Module(PolicyModule):
     revision: hub revision of `pretrained`.
     size: "base" (public sizes, also what None means) or "tiny"; only for a model without `pretrained`.
     config: changes to the configuration of the checkpoint or size, e.g. {"dtype": "bfloat16"}.
-    trainable: "expert" (expert, action and time projections) or "all".
+    trainable: "expert" (expert, action and time projections), "all_but_vision" (the vision tower is frozen) or "all".
+    lora: adapters that train instead of what `trainable` says; needs peft. The run leaves the merged policy, as always,
+    and beside it `adapter` in peft's format.
     frozen_precision: "fp8" stores the frozen backbone of `pretrained` in fp8 and runs its products there.
     cuda_graphs: the expert's passes are recorded once a shape and replayed, so that a GPU does not wait for the host.
+    gradient_checkpointing: layers that train keep only their inputs and run twice: less memory, more time.
     statistics: "data" takes the data module's, "checkpoint" keeps those saved with `pretrained`.
     training: optimizer, schedule and objective.
     """
@@ -32,9 +38,11 @@ class PI05Module(PolicyModule):
         revision: str | None = None,
         size: Literal["base", "tiny"] | None = None,
         config: dict[str, Any] | None = None,
-        trainable: Literal["expert", "all"] = "expert",
+        trainable: Trainable = "expert",
+        lora: LoRAConfig | None = None,
         frozen_precision: Literal["fp8"] | None = None,
         cuda_graphs: bool = False,
+        gradient_checkpointing: bool = False,
         statistics: Literal["data", "checkpoint"] = "data",
         training: TrainingConfig = PUBLIC_RECIPE,
     ) -> None:
@@ -55,6 +63,15 @@ class PI05Module(PolicyModule):
             sizes = {"base": PI05Config.base(), "tiny": PI05Config.tiny()}
             policy = PI05Policy(changed_config(sizes[size or "base"], changes))
             policy.reset_parameters()
+        if lora is not None:
+            add_lora(policy.model, lora)
+        if cuda_graphs and (gradient_checkpointing or any(p.requires_grad for p in policy.model.prefix.parameters())):
+            raise ValueError(
+                "cuda_graphs=true records the expert alone, without recomputation: it needs a frozen backbone "
+                "(trainable='expert', lora targets='expert') and gradient_checkpointing=false"
+            )
+        if gradient_checkpointing:
+            policy.model.gradient_checkpointing_enable()
         super().__init__(policy, training)
         self.statistics_from = statistics
         self.cuda_graphs = cuda_graphs
@@ -77,7 +94,9 @@ class PI05Module(PolicyModule):
             self.policy.processor.check_data(data.cameras, data.tasks)
         self.connect_features(data)
         if stage == "fit" and self.training_config.export:
-            check_replaceable(Path(self.trainer.default_root_dir) / "policy")
+            root = Path(self.trainer.default_root_dir)
+            for name in ("policy",) if self.policy.model.lora is None else ("policy", "adapter"):
+                check_replaceable(root / name)
 
     def on_fit_start(self) -> None:
         self._use_cuda_graphs()
@@ -85,6 +104,42 @@ class PI05Module(PolicyModule):
         if self.policy.loaded_from is not None and self.trainer.ckpt_path is None:  # a resumed run has its masters
             for optimizer in filter(has_masters, self.trainer.optimizers):
                 self.policy.seed_masters(optimizer)
+
+    def export(self, folder: Path, **values: Any) -> None:
+        """The policy, and its adapters in `adapter` beside it."""
+        super().export(folder, **values)
+        if self.policy.model.lora is not None:
+            base = None if self.policy.loaded_from is None else str(self.policy.loaded_from)
+            save_adapter(self.policy.model, folder.with_name("adapter"), base, **values)
+
+    def report_facts(self) -> dict[str, Any]:
+        facts, lora = super().report_facts(), self.policy.model.lora
+        facts["gradient_checkpointing"] = self.policy.model.gradient_checkpointing
+        if lora is not None:
+            facts |= lora_facts(self.policy.model, lora)
+        estimate = self.memory_estimate()
+        return facts if estimate is None else {**facts, "memory_estimate": estimate.facts()}
+
+    def memory_estimate(self) -> MemoryEstimate | None:
+        """Of a training step on this rank's device; None when no data module says how large its batches are."""
+        data: Any = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
+        if not all(hasattr(data, name) for name in ("batch_size", "cameras", "tasks")):
+            return None
+        batch = Batch(
+            rows=data.batch_size,
+            cameras=len(data.cameras),
+            prompt_tokens=self.policy.processor.longest_prompt(data.tasks),
+            flow_draws=self.training_config.flow_draws,
+            features_cached=self._feature_cache is not None,
+        )
+        masters = any(has_masters(optimizer) for optimizer in self.trainer.optimizers)
+        return estimate_memory(self.policy.model, batch, masters=masters, average=self._ema is not None)
+
+    def _description(self) -> dict[str, Any]:
+        description, lora = super()._description(), self.policy.model.lora
+        if lora is not None:
+            description["config"]["lora"] = {**asdict(lora), "full": list(lora.full)}
+        return description
 
     def _use_cuda_graphs(self) -> None:
         if self.cuda_graphs:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from soma_lightning.cli import main as soma
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(ROOT.glob("recipes/**/*.yaml"))
+RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 #: How each recipe gets what an earlier step of the main job would have left.
 NEEDS_BASE = {"pi05_libero": True, "pi05_libero_base": False, "pi05_somatable": True, "pi05_somatable_base": False}
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from soma_lightning.models.pi05.config import PI05Config, changed_config
+from soma_lightning.models.pi05.lora import LoRAConfig, add_lora
 from soma_lightning.models.pi05.policy import PI05Policy
 
 
@@ -16,8 +17,9 @@ def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05P
 
     cfg: model_path (folder or hub id; None builds a fresh policy), revision, size ("base" or "tiny", without
     model_path), device (by default torch's default device), frozen_precision ("fp8", with model_path), cuda_graphs
-    (true records the expert's passes), and any field of PI05Config. torch_dtype: float32, bfloat16, or None for the
-    checkpoint's. Raises ValueError for anything else.
+    (true records the expert's passes), is_lora (adapters of rank lora_rank, 32 if unset, on PaliGemma, while the expert
+    trains in full; lora_rank alone does nothing), and any field of PI05Config. torch_dtype: float32, bfloat16, or None
+    for the checkpoint's. Raises ValueError for anything else.
     """
     settings = dict(cfg)
     if settings.pop("cuda_graphs", False):
@@ -28,8 +30,11 @@ def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05P
     for handled in ("model_type", "precision"):
         settings.pop(handled, None)
     path, revision, size, device = (settings.pop(name, None) for name in ("model_path", "revision", "size", "device"))
-    if settings.pop("is_lora", False):
-        raise ValueError("is_lora=true: pi0.5 has no LoRA here; trainable='expert' trains the action expert only")
+    is_lora, rank = settings.pop("is_lora", False), settings.pop("lora_rank", 32)
+    if is_lora:
+        policy = build_pi05({**cfg, "is_lora": False}, torch_dtype)
+        add_lora(policy.model, LoRAConfig(rank, targets="paligemma", full=("expert",), init="gaussian"))
+        return policy
     if torch_dtype is not None:
         if torch_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"pi0.5 runs in float32 or bfloat16, not {torch_dtype}; set precision to fp32 or bf16")

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from soma_lightning.layout.full_state import own_slice
 from soma_lightning.models.pi05.config_files import CheckpointLayout, read_config, write_config
-from soma_lightning.models.tensor_files import TensorFile, gather_in_turn, write_safetensors
+from soma_lightning.models.tensor_files import TensorFile, gather_in_turn, whole, write_safetensors
 from soma_lightning.optim.masters import master_values, named_low_precision, seed_master
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ _DROPPED = re.compile(
     r"|state_proj\..*"  # pi0 has a state token, pi0.5 writes the state into the prompt
     rf"|{re.escape(_EXPERT)}model\.(layers\.\d+\.(input|post_attention)_layernorm|norm)\.weight"  # not adaptive
 )
+#: In names of adapted layers: before the parameters of the layer itself, and before those of its adapter.
+_BASE_LAYER, _ADAPTER = ".base_layer.", ".lora_"
 _SHOWN = 12
 
 
@@ -113,7 +115,7 @@ def load_weights(model: PI05Model, path: str | Path, device: str | torch.device 
     """
     file = weights_file(path)
     tensors = TensorFile(file)
-    parameters = dict(model.named_parameters())
+    parameters = base_parameters(model)
     sources = _fitting(tensors, parameters)
     place = _place(parameters, device)
     with torch.no_grad():
@@ -130,7 +132,7 @@ def seed_masters(model: PI05Model, optimizer: Optimizer, path: str | Path) -> No
     """
     trained = named_low_precision(model, optimizer)
     tensors = TensorFile(weights_file(path))
-    for name, key in _fitting(tensors, dict(model.named_parameters())).items():
+    for name, key in _fitting(tensors, base_parameters(model)).items():
         if name in trained and tensors.dtypes[key] != trained[name].dtype:
             seed_master(optimizer, trained[name], tensors.read(key))
 
@@ -170,19 +172,45 @@ def save_weights(
 
     path: a folder (then `model.safetensors` inside it) or a file name that ends in .safetensors. Dtypes are kept, but
     `optimizer`'s fp32 masters are written in the place of the bf16 parameters that they belong to, and `values` (by our
-    parameter names) in the place of any. frozen_from: the checkpoint from which a prefix in fp8 was loaded; the prefix
-    is copied from there. A sharded model is saved by all ranks together: one has the path, the others None.
+    parameter names) in the place of any; adapters are merged into float32. frozen_from: the checkpoint from which a
+    prefix in fp8 was loaded; the prefix is copied from there. A sharded model is saved by all ranks together: one has
+    the path, the others None.
     """
     masters = {} if optimizer is None else master_values(model, optimizer)
     frozen = {} if frozen_from is None else _prefix_tensors(model, frozen_from)
     own = {name: tensor for name, tensor in model.state_dict().items() if not frozen or not name.startswith("prefix.")}
-    return save_state_dict({**own, **masters, **(values or {}), **frozen}, path, layout)
+    return save_state_dict({**merged_tensors(model, {**own, **masters, **(values or {})}), **frozen}, path, layout)
+
+
+def base_parameters(model: PI05Model) -> dict[str, nn.Parameter]:
+    """The parameters that a checkpoint has, by their names in a network without adapters."""
+    named = model.named_parameters()
+    return {name.replace(_BASE_LAYER, "."): p for name, p in named if _ADAPTER not in name}
+
+
+@torch.no_grad()
+def merged_tensors(model: PI05Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of `model` without adapters (lora.py): what they add is summed in float32, on the CPU, and kept so.
+
+    Shards are gathered: all ranks call it together.
+    """
+    if model.lora is None:
+        return dict(tensors)
+    merged = {}
+    for name, value in tensors.items():
+        layer, is_weight, _ = name.partition(f"{_BASE_LAYER}weight")
+        if is_weight:
+            a, b = (whole(tensors[f"{layer}{_ADAPTER}{part}.default.weight"]).float() for part in "AB")
+            value = (whole(value).float() + model.lora.scale * (b @ a)).cpu()
+        if _ADAPTER not in name:
+            merged[name.replace(_BASE_LAYER, ".")] = value
+    return merged
 
 
 def _prefix_tensors(model: PI05Model, path: str | Path) -> dict[str, Tensor]:
     """The prefix of a checkpoint that fits the model, mapped from the file."""
     tensors = TensorFile(weights_file(path))
-    sources = _fitting(tensors, dict(model.named_parameters()))
+    sources = _fitting(tensors, base_parameters(model))
     return {name: tensors.read(key) for name, key in sources.items() if name.startswith("prefix.")}
 
 

@@ -8,6 +8,9 @@ from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+#: What trains (see `PI05Config`).
+Trainable = Literal["expert", "all_but_vision", "all"]
+
 
 @dataclass(frozen=True)
 class VisionConfig:
@@ -46,7 +49,7 @@ class PI05Config:
     loss_dims: "real" averages over action_dim (lerobot), "padded" over max_action_dim (openpi).
     pad_actions: "mask" leaves steps past the episode's end out of the loss, "repeat" trains on them (both ports).
     dtype: compute and storage of the matrix products; the fp32 islands follow `islands`.
-    trainable: "expert" freezes the prefix, "all" trains the whole network.
+    trainable: "expert" freezes the prefix, "all_but_vision" the vision tower alone, "all" trains the whole network.
     zero_images: the policy sees black images (a control that shows whether vision is used).
     """
 
@@ -79,7 +82,7 @@ class PI05Config:
     pad_actions: Literal["mask", "repeat"] = "mask"
     dtype: Literal["float32", "bfloat16"] = "float32"
     islands: Literal["lerobot", "openpi"] = "lerobot"
-    trainable: Literal["expert", "all"] = "expert"
+    trainable: Trainable = "expert"
     zero_images: bool = False
 
     def __post_init__(self) -> None:

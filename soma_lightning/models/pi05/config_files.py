@@ -50,13 +50,13 @@ _SAID_BY_OPENPI = {"max_action_dim", "chunk_size", "dtype"}
 _NO_EFFECT = {
     *("type", "n_obs_steps", "device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license"),
     *("pretrained_path", "pretrained_revision", "max_state_dim", "gradient_checkpointing", "compile_model"),
-    *("compile_mode", "freeze_vision_encoder", "train_expert_only", "relative_exclude_joints", "action_feature_names"),
+    *("compile_mode", "relative_exclude_joints", "action_feature_names"),
     *("optimizer_lr", "optimizer_betas", "optimizer_eps", "optimizer_weight_decay", "optimizer_grad_clip_norm"),
     *("scheduler_warmup_steps", "scheduler_decay_steps", "scheduler_decay_lr"),
 }
 _READ_HERE = {
     *("paligemma_variant", "action_expert_variant", "image_resolution", "normalization_mapping"),
-    *("input_features", "output_features"),
+    *("input_features", "output_features", "train_expert_only", "freeze_vision_encoder"),
 }
 
 
@@ -73,7 +73,8 @@ def read_config(folder: str | Path) -> PI05Config:
     """The configuration of a checkpoint folder in either layout.
 
     Without `soma.json` the family's public values hold: `islands` and `normalization_eps` of the layout, prompt with
-    state (an openpi `pi05_libero` has none in its prompt: `dataclasses.replace(config, prompt="task")`), frozen prefix;
+    state (an openpi `pi05_libero` has none in its prompt: `dataclasses.replace(config, prompt="task")`), frozen prefix
+    unless only `freeze_vision_encoder` is on ("all_but_vision"; both off are lerobot's defaults and say nothing);
     a feature as wide as its padding says nothing about the robot, so that dimension stays None.
 
     Raises FileNotFoundError without `config.json`, ValueError for another model type, a damaged file or a setting
@@ -119,6 +120,7 @@ def _to_lerobot(config: PI05Config) -> dict[str, Any]:
         "image_resolution": [side, side],
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode},
         "train_expert_only": config.trainable == "expert",
+        "freeze_vision_encoder": config.trainable == "all_but_vision",
     }
 
 
@@ -154,7 +156,14 @@ def _from_lerobot(public: dict[str, Any], file: Path, is_ours: bool) -> dict[str
         "normalization": _normalization(public.get("normalization_mapping"), file),
         "action_dim": dims[ACTION],
         "state_dim": dims[STATE],
+        **_trainable(public),
     }
+
+
+def _trainable(public: dict[str, Any]) -> dict[str, Any]:
+    """What lerobot's fields say of our `trainable`, in a file that has no soma.json to say it."""
+    vision_only = public.get("freeze_vision_encoder", False) and not public.get("train_expert_only", False)
+    return {"trainable": "all_but_vision" if vision_only else "expert"}
 
 
 def _image_side(resolution: Any, file: Path) -> int:

@@ -32,6 +32,11 @@ def check_features_fixed(policy: PI05Policy) -> None:
             f"a feature cache needs a frozen backbone, but config.trainable={policy.config.trainable!r} trains it; "
             "set trainable='expert', or feature_cache=null"
         )
+    if any(p.requires_grad for p in policy.model.prefix.parameters()):
+        raise ValueError(
+            "a feature cache needs a frozen backbone, but adapters of it train; set lora targets='expert', or "
+            "feature_cache=null"
+        )
     if any(isinstance(p, DTensor) for p in policy.model.prefix.parameters()):
         raise ValueError(
             "the frozen backbone is sharded, so no rank can compute features that the others have; set the "

@@ -10,19 +10,24 @@ tokens, R image resolution.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from soma_kernels.frozen.reference import FP8
 from soma_lightning.frozen_layers import why_no_fp8
 from soma_lightning.models.flow import euler_sample, interpolate
-from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.config import PI05Config, Trainable
 from soma_lightning.models.pi05.expert import ActionExpert
 from soma_lightning.models.pi05.graphs import ExpertGraphs
 from soma_lightning.models.pi05.initialization import initialize_expert
 from soma_lightning.models.pi05.prefix import PI05Prefix, PrefixCache
+
+if TYPE_CHECKING:
+    from soma_lightning.models.pi05.lora import LoRAConfig
 
 #: Which parameters stay in fp32 when the matrix products run in bf16: parts of our parameter names, per family.
 FP32_ISLANDS: dict[str, tuple[str, ...]] = {
@@ -61,6 +66,8 @@ class PI05Model(nn.Module):
         self.prefix = PI05Prefix(config)
         self.expert = ActionExpert(config)
         self.graphs: ExpertGraphs | None = None
+        self.gradient_checkpointing = False
+        self.lora: LoRAConfig | None = None
         initialize_expert(self.expert)
         cast_to_islands(self, getattr(torch, config.dtype), config.islands)
         self.freeze(config.trainable)
@@ -122,15 +129,21 @@ class PI05Model(nn.Module):
             return self.graphs.sample(prefix, noise.float(), num_steps)
         return euler_sample(lambda x_t, time: self.velocity(prefix, x_t, time), noise.float(), num_steps)
 
-    def freeze(self, trainable: Literal["expert", "all"]) -> None:
-        """Says what trains: "expert" freezes the whole prefix, "all" trains everything that the loss can reach.
+    def freeze(self, trainable: Trainable) -> None:
+        """Says what trains: "expert" freezes the whole prefix, "all_but_vision" the vision tower (its projector trains,
+        as with lerobot's `freeze_vision_encoder`), "all" trains everything that the loss can reach.
 
-        The dead end of the last prefix layer stays frozen in both: it never gets a gradient.
+        The dead end of the last prefix layer stays frozen in all of them: it never gets a gradient.
         """
-        if trainable not in ("expert", "all"):
-            raise ValueError(f"trainable={trainable!r} must be 'expert' or 'all'")
+        frozen = {
+            "expert": [self.prefix],
+            "all_but_vision": [self.prefix.paligemma.vision_tower, *self.prefix.unreached_modules()],
+            "all": self.prefix.unreached_modules(),
+        }
+        if trainable not in frozen:
+            raise ValueError(f"trainable={trainable!r} must be one of {list(get_args(Trainable))}")
         self.requires_grad_(True)
-        for module in [self.prefix] if trainable == "expert" else self.prefix.unreached_modules():
+        for module in frozen[trainable]:
             module.requires_grad_(False)
         self.train(self.training)
 
@@ -147,6 +160,8 @@ class PI05Model(nn.Module):
         for name, value in wanted.items():
             if getattr(config, name) != value:
                 raise ValueError(f"frozen_precision='fp8' needs {name}={value!r}, got {getattr(config, name)!r}")
+        if any(p.requires_grad for p in self.prefix.parameters()):
+            raise ValueError("frozen_precision='fp8' needs a frozen prefix, but adapters of it train")
         if why := why_no_fp8(first.device):
             raise ValueError(f"frozen_precision='fp8': {why}")
         self.prefix.quantize()
@@ -160,11 +175,32 @@ class PI05Model(nn.Module):
         """Records the expert's passes as CUDA graphs, one a shape, and replays them (graphs.py says what that asks).
 
         bucket: prefixes are padded to multiples of this many tokens. limit: recordings that are kept.
-        Raises ValueError when the prefix trains, to which a recording sends no gradients.
+        Raises ValueError when the prefix trains, to which a recording sends no gradients, and with checkpointed layers.
         """
         if any(p.requires_grad for p in self.prefix.parameters()):
             raise ValueError("a part of the prefix trains, to which CUDA graphs of the expert would send no gradients")
+        if self.gradient_checkpointing:
+            raise ValueError("gradient checkpointing and CUDA graphs exclude each other; use one of them")
         self.graphs = ExpertGraphs(self.expert, bucket, limit)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Layers with trainable parameters keep their inputs only, and run again in the backward pass.
+
+        Frozen layers leave nothing behind that could be spared, and stay as they are. Call it once, after everything
+        that decides what trains. Raises ValueError when CUDA graphs are on, whose memory is fixed by the recording.
+        """
+        if self.graphs is not None:
+            raise ValueError("gradient checkpointing and CUDA graphs exclude each other; use one of them")
+        if self.gradient_checkpointing:
+            raise ValueError("gradient checkpointing is on already")
+        self.gradient_checkpointing = True
+        for block in self.trainable_blocks():  # no layer draws random numbers
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+    def trainable_blocks(self) -> list[nn.Module]:
+        """The layers (`_no_split_modules`) of which some parameter trains."""
+        blocks = [m for m in self.modules() if type(m).__name__ in self._no_split_modules]
+        return [block for block in blocks if any(p.requires_grad for p in block.parameters())]
 
     def compile_layers(self, bucket: int = 32, **options: Any) -> None:
         """Compiles the layers that run as modules: each kind once for a shape, because its layers share the code.
@@ -196,7 +232,7 @@ class PI05Model(nn.Module):
         wanted = {
             name: _dtype_of(name, getattr(torch, config.dtype), config.islands) for name, _ in self.named_parameters()
         }
-        parameters = {name: p for name, p in self.named_parameters() if p.dtype != FP8}
+        parameters = {name: p for name, p in self.named_parameters() if p.dtype != FP8 and ".lora_" not in name}
         cast = [f"{name} is {p.dtype}" for name, p in parameters.items() if p.dtype != wanted[name]]
         if cast:
             raise ValueError(

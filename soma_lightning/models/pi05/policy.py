@@ -23,7 +23,7 @@ from soma_lightning.contract import ACTION, IMAGE_PREFIX, STATE, EnvObservation,
 from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.flow import sample_time
 from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights, seed_masters
-from soma_lightning.models.pi05.config import PI05Config, changed_config
+from soma_lightning.models.pi05.config import PI05Config, Trainable, changed_config
 from soma_lightning.models.pi05.config_files import read_config, write_config
 from soma_lightning.models.pi05.dimensions import check_asked_dims, new_dim
 from soma_lightning.models.pi05.folder import fetch_checkpoint, find_statistics, save_side_files, written_at_once
@@ -417,7 +417,7 @@ class PI05Policy(BasePolicy):
         device: str | torch.device | None = None,
         config: PI05Config | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
-        trainable: Literal["expert", "all"] | None = None,
+        trainable: Trainable | None = None,
         frozen_precision: Literal["fp8"] | None = None,
         action_dim: int | None = None,
         statistics: Statistics | None = None,

@@ -245,7 +245,9 @@ class PI05Prefix(nn.Module):
 
     def why_stock(self, layers: nn.ModuleList) -> str | None:
         """Why the language or vision layers run as stock modules, as a phrase; None when they run fused."""
-        if any(p.requires_grad for p in self.parameters()):
+        vision = self.paligemma.vision_tower
+        # Images come first: nothing that trains behind the vision tower sends it gradients.
+        if any(p.requires_grad for p in (vision if layers is vision.encoder.layers else self).parameters()):
             return "a part of the prefix trains"
         device = self.paligemma.get_input_embeddings().weight.device
         return why_stock(layers, device) if self.fuse_frozen else "fuse_frozen is off"
@@ -267,14 +269,21 @@ class PI05Prefix(nn.Module):
 
     def _image_features(self, pixels: Tensor) -> Tensor:
         """[N, 3, R, R] -> [N, I, W]."""
+        trains = any(p.requires_grad for p in self.paligemma.vision_tower.parameters())
+        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+            encoded = self._encoded_images(pixels)
+        features: Tensor = self.paligemma.multi_modal_projector(encoded)
+        return features
+
+    def _encoded_images(self, pixels: Tensor) -> Tensor:
+        """[N, 3, R, R] -> [N, I, width of the vision tower]."""
         tower = self.paligemma.vision_tower
         if self.why_stock(tower.encoder.layers) is not None:
-            stock: Tensor = self.paligemma.get_image_features(pixels).pooler_output
+            stock: Tensor = tower(pixels).last_hidden_state
             return stock
         x = _patches(pixels, tower.embeddings).to(compute_dtype(tower.encoder.layers[0].self_attn.q_proj))
         encoded: Tensor = tower.post_layernorm(run_vision(tower.encoder.layers, x))
-        features: Tensor = self.paligemma.multi_modal_projector(encoded)
-        return features
+        return encoded
 
     def _pack(self, image_masks: list[Tensor], token_mask: Tensor, device: torch.device, compact: bool) -> _Packing:
         B, L = token_mask.shape

@@ -124,11 +124,14 @@ class PI05Processor:
         even with the shortest state.
         """
         self._present_cameras(dict.fromkeys(cameras))
+        self.longest_prompt(tasks)
+
+    def longest_prompt(self, tasks: Sequence[str]) -> int:
+        """Tokens of the longest of these instructions with the shortest state. ValueError when they are too many."""
+        bins = None
         if self.config.prompt == "state":
             bins = torch.zeros(len(tasks), self._state_normalizer().dim, dtype=torch.int64)
-            self.prompts.encode(tasks, bins)
-        else:
-            self.prompts.encode(tasks, None)
+        return int(self.prompts.encode(tasks, bins)[1].sum(1).max())
 
     # -- inputs -----------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ CASES = [
     Case("ragged_cameras", 7, [5, 12], [[True, False, True], [False, True, True]]),
     Case("all_trainable", 7, [9, 12], [[True, True, False]] * 2, trainable="all"),
     Case("bfloat16", 10, [12, 7], [[True, True, False]] * 2, dtype="bfloat16"),
+    Case("vision_frozen", 7, [9, 12], [[True, True, False], [True, False, True]], trainable="all_but_vision"),
 ]
 
 
@@ -97,6 +98,7 @@ def build_policy(case: Case) -> upstream.PI05Policy:
         image_resolution=(IMAGE, IMAGE),
         tokenizer_max_length=PROMPT,
         train_expert_only=case.trainable == "expert",
+        freeze_vision_encoder=case.trainable == "all_but_vision",
         input_features={**cameras, "observation.state": PolicyFeature(FeatureType.STATE, (STATE_DIM,))},
         output_features={"action": PolicyFeature(FeatureType.ACTION, (ACTION_DIM,))},
     )

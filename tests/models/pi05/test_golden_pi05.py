@@ -24,7 +24,7 @@ from soma_lightning.models.pi05.prefix import PrefixCache
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "pi05"
 SIZES: dict[str, Any] = json.loads((GOLDENS / "sizes.json").read_text())
-FP32_CASES = ["state_prompt", "task_prompt", "full_rows", "ragged_cameras", "all_trainable"]
+FP32_CASES = ["state_prompt", "task_prompt", "full_rows", "ragged_cameras", "all_trainable", "vision_frozen"]
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 5e-6  # relative, by tensor
 ACTION_TOLERANCE = {"float32": 5e-6, "bfloat16": 1e-2}

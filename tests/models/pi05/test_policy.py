@@ -356,7 +356,7 @@ def test_builder_of_the_registry(make_policy, tmp_path):
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        ({"size": "tiny", "is_lora": True}, "is_lora=true: pi0.5 has no LoRA"),
+        ({"size": "tiny", "is_lora": True, "trainable": "all"}, "trainable='all' has no effect with lora"),
         ({"size": "small"}, "size='small' is unknown; known: base, tiny"),
         ({"size": "tiny", "chunk": 4}, r"no configuration field 'chunk'; nearest: \['chunk_size'"),
         ({"size": "tiny", "revision": "x"}, "revision='x' has no effect without model_path"),
