@@ -61,7 +61,9 @@ CONTENDERS = {
     "ours eager": Contender("ours", {}, "frozen layers by our kernels in bf16"),
     "ours": Contender("ours", {"graphs": True}, "the same, the expert's passes as CUDA graphs"),
     "ours fp8": Contender("ours", {"graphs": True, "fp8": True}, "the same, the frozen backbone in fp8"),
-    "ours cached": Contender("ours", {"graphs": True, "cached": True}, "frozen features on the device"),
+    "ours cached": Contender("ours", {"graphs": True, "cached": "device"}, "frozen features cached on the device"),
+    "ours pinned": Contender("ours", {"graphs": True, "cached": "pinned"}, "frozen features in pinned host memory"),
+    "ours on disk": Contender("ours", {"graphs": True, "cached": "disk"}, "in a folder, read from the page cache"),
 }
 
 

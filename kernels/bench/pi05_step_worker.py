@@ -222,7 +222,8 @@ class LeRobot(Contender):
 
 
 class Ours(Contender):
-    """settings: islands, "lerobot" or "openpi"; cached: frozen features are computed once for a batch.
+    """settings: islands, "lerobot" or "openpi"; cached: where a `FeatureCache` keeps frozen features, "device",
+    "pinned" or "disk" (a folder beside the weights); None computes them in every step.
 
     fused: the frozen layers' kernels, instead of stock modules. fp8: the frozen backbone in fp8. bucket: of compiled
     layers; None for eager ones. graphs: the expert's passes as CUDA graphs.
@@ -235,7 +236,7 @@ class Ours(Contender):
         device: torch.device,
         islands: str = "openpi",
         *,
-        cached: bool = False,
+        cached: str | None = None,
         fused: bool = True,
         fp8: bool = False,
         bucket: int | None = None,
@@ -265,8 +266,8 @@ class Ours(Contender):
         self.shape = SHAPES[size]
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = FusedAdamW(self.trained, lr=2.5e-5, betas=(0.9, 0.95), weight_decay=0.01, master_weights=True)
-        self.cached = cached
-        self._prefix: Any = None
+        self.features = None if cached is None else str(folder / "features") if cached == "disk" else cached
+        self._cache: Any = None
 
     def _make_weights(self, config: Any, folder: Path, device: torch.device) -> None:
         from soma_lightning.models.pi05.checkpoint import save_weights
@@ -281,7 +282,40 @@ class Ours(Contender):
         save_weights(model, folder, "lerobot", None)
 
     def prepare(self, inputs: Inputs) -> None:
-        self._prefix = self._encoded(inputs) if self.cached else None
+        """Fills the cache with the features of these inputs."""
+        if self.features is None:
+            return
+        from soma_lightning.data.feature_cache import FeatureCache
+
+        rows = len(inputs["tokens"])
+        self._cache = FeatureCache(f"{self.features}_{rows}" if "/" in self.features else self.features, rows)
+        self._prefix(inputs)
+        self._cache.flush()
+
+    def _prefix(self, inputs: Inputs) -> Any:
+        """Live, or as training reads it from the cache."""
+        if self._cache is None:
+            return self._encoded(inputs)
+        from soma_lightning.data.feature_cache import SAMPLES
+        from soma_lightning.models.pi05.prefix import PrefixCache
+
+        batch = {**inputs, SAMPLES: list(range(len(inputs["tokens"])))}
+        return PrefixCache.from_features(self._cache.features(self, batch), self.model.config.language.head_dim)
+
+    # What a feature cache asks a policy.
+
+    @property
+    def device(self) -> torch.device:
+        return self.trained[0].device
+
+    def check_features_fixed(self) -> None:
+        """They are."""
+
+    def feature_identity(self) -> dict[str, Any]:
+        return {}
+
+    def encode_features(self, batch: Mapping[str, Any]) -> Any:
+        return self._encoded(dict(batch)).features()
 
     def _encoded(self, inputs: Inputs) -> Any:
         from soma_lightning.models.pi05.images import resize_with_padding
@@ -293,15 +327,14 @@ class Ours(Contender):
         return self.model.encode_prefix(images, seen, inputs["tokens"], self.shape.prompt_mask(rows))
 
     def loss(self, inputs: Inputs) -> Tensor:
-        prefix = self._encoded(inputs) if self._prefix is None else self._prefix
+        prefix = self._prefix(inputs)
         actions = torch.nn.functional.pad(inputs["actions"], (0, self.shape.max_action_dim - ACTION_DIM))
         errors = self.model.flow_loss(prefix, actions, inputs["noise"], inputs["time"])
         return errors[..., :ACTION_DIM].mean()
 
     @torch.no_grad()
     def actions(self, inputs: Inputs) -> Tensor:
-        prefix = self._encoded(inputs) if self._prefix is None else self._prefix
-        return self.model.sample_actions(prefix, inputs["noise"], NUM_STEPS)[..., :ACTION_DIM]
+        return self.model.sample_actions(self._prefix(inputs), inputs["noise"], NUM_STEPS)[..., :ACTION_DIM]
 
     def frozen_bytes(self) -> int:
         return sum(x.nbytes for x in self.model.prefix.state_dict().values())
