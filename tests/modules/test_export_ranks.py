@@ -6,18 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from soma_lightning.contract import TRAINING_FILE
-from soma_lightning.data import LeRobotDataModule
 from soma_lightning.models import PI05Policy
-from soma_lightning.modules import PI05Module
 from soma_lightning.modules.base import TrainingConfig
 from soma_lightning.optim.masters import master_values
-from tests.ranks import ranks_run
+from tests.modules.two_ranks import fit_on_two
+from tests.ranks import ranks_run, whole
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"model": {}, "training": {}},
@@ -32,29 +30,14 @@ def fit_all(root: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def fit(root: str, folder: str, model: dict[str, Any], training: dict[str, Any]) -> dict[str, torch.Tensor]:
-    torch.set_num_threads(1)
-    L.seed_everything(0, verbose=False)
-    config = TrainingConfig(lr=1e-3, final_lr=1e-4, **training)
-    module = PI05Module(size="tiny", training=config, **model)
-    trainer = L.Trainer(
-        strategy="somaspeed",
-        devices=2,
-        accelerator="cpu",
-        default_root_dir=folder,
-        max_steps=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        limit_val_batches=0,
-    )
-    trainer.fit(module, LeRobotDataModule(root, batch_size=4, preload=True))
-    kept = dict(module.policy.model.named_parameters())
+    trainer, module = fit_on_two(root, folder, model, TrainingConfig(lr=1e-3, final_lr=1e-4, **training))
+    kept = whole(module.policy.model)
+    better: dict[str, torch.Tensor] = {}
     if training:
-        kept |= {name.removeprefix("policy.model."): value for name, value in module._ema.shadow.items()}
+        better = {name.removeprefix("policy.model."): value for name, value in module._ema.shadow.items()}
     elif model:
-        kept |= master_values(module.policy.model, trainer.optimizers[0])
-    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in kept.items()}
+        better = master_values(module.policy.model, trainer.optimizers[0])
+    return kept | {name: value.full_tensor().detach().clone() for name, value in better.items()}
 
 
 @pytest.fixture(scope="module")

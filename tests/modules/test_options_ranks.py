@@ -6,20 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from safetensors.torch import load_file
 
 pytest.importorskip("peft", reason="needs `pip install 'soma-lightning[lora]'`")
 
-from soma_lightning.data import LeRobotDataModule
 from soma_lightning.models import PI05Policy
 from soma_lightning.models.pi05.checkpoint import public_key
 from soma_lightning.models.pi05.lora import LoRAConfig
-from soma_lightning.modules import PI05Module
 from soma_lightning.modules.base import TrainingConfig
-from tests.ranks import ranks_run
+from tests.modules.two_ranks import fit_on_two
+from tests.ranks import ranks_run, whole
 
 OPENPI = LoRAConfig(rank=2, alpha=4, targets="openpi")
 CASES: dict[str, dict[str, Any]] = {
@@ -38,24 +36,9 @@ def fit_all(root: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
 def fit(root: str, folder: str, model: dict[str, Any], strategy: str) -> dict[str, torch.Tensor]:
     from soma_lightning import SomaSpeedStrategy
 
-    torch.set_num_threads(1)
-    L.seed_everything(0, verbose=False)
-    module = PI05Module(size="tiny", training=TrainingConfig(lr=1e-2, final_lr=1e-3), **model)
-    trainer = L.Trainer(
-        strategy=SomaSpeedStrategy(frozen="shard") if strategy == "frozen" else strategy,
-        devices=2,
-        accelerator="cpu",
-        default_root_dir=folder,
-        max_steps=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        limit_val_batches=0,
-    )
-    trainer.fit(module, LeRobotDataModule(root, batch_size=4, preload=True))
-    kept = module.policy.model.named_parameters()
-    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in kept}
+    chosen = SomaSpeedStrategy(frozen="shard") if strategy == "frozen" else strategy
+    _, module = fit_on_two(root, folder, model, TrainingConfig(lr=1e-2, final_lr=1e-3), chosen, steps=3)
+    return whole(module.policy.model)
 
 
 @pytest.fixture(scope="module")
