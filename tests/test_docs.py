@@ -44,6 +44,7 @@ PROSE = {"CONTRIBUTING.md", "CHANGELOG.md", "docs/numerics.md"}
 PREPARED = {
     "outputs/demos/pick": "recording",
     "outputs/pi05_somatable/policy": "policy",
+    "outputs/pi05_somatable_base/policy": "policy",
     "outputs/demo/base/policy": "policy",
     "outputs/demo/expert/policy": "policy",
 }
