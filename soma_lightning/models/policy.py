@@ -83,6 +83,15 @@ class BasePolicy(nn.Module):
         """
         raise self._missing("predict_action_batch")
 
+    def predict_values(self, env_obs: EnvObservation) -> Tensor:
+        """State values [B] of B observations, for returns that are cut off.
+
+        A policy with a critic of its own overrides this; here a whole action is sampled and thrown away.
+        """
+        _, result = self.predict_action_batch(env_obs, mode="train", compute_values=True)
+        values: Tensor = result["prev_values"]
+        return values.reshape(len(env_obs["task_descriptions"]))
+
     def _missing(self, method: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not implement {method}()")
 
