@@ -135,7 +135,7 @@ class FlowPolicy(BasePolicy):
     def _sde(self) -> FlowSDE:
         if self.flow_sde is None:
             raise RuntimeError(
-                f"{type(self).__name__} explores with a stochastic flow: call explore_with(FlowSDE(num_steps=...)) first"
+                f"{type(self).__name__} has no stochastic steps to explore with: call explore_with(FlowSDE(...)) first"
             )
         return self.flow_sde
 
