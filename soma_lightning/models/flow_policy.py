@@ -82,7 +82,7 @@ class FlowPolicy(BasePolicy):
         torch's generator when None. Returns (actions float32 [B, H, A_env] on the CPU, result): prev_logprobs
         [B, H, A_env], prev_values [B] and forward_inputs with chains [B, K + 1, H, A], denoise_inds int64 [B, K] (the
         stochastic step, in every column), noise_level [B], action, model_action and the recorded observation.
-        Raises RuntimeError before `explore_with`.
+        Raises NotImplementedError before `explore_with`.
         """
         sde = self._sde()
         recorded = self.record_observation(env_obs)
@@ -111,8 +111,9 @@ class FlowPolicy(BasePolicy):
         """Log-probabilities [B, H, A_env] of the recorded stochastic step, values [B] and entropy [B], with gradients.
 
         Log-probabilities are elementwise and in float32: which actions were executed, and so count, is the learner's.
-        Raises RuntimeError before `explore_with`.
+        Raises NotImplementedError before `explore_with`.
         """
+        self._sde()
         return self._replay(forward_inputs, self.context_of(forward_inputs), with_values=True)
 
     @torch.no_grad()
@@ -134,7 +135,7 @@ class FlowPolicy(BasePolicy):
 
     def _sde(self) -> FlowSDE:
         if self.flow_sde is None:
-            raise RuntimeError(
+            raise NotImplementedError(
                 f"{type(self).__name__} has no stochastic steps to explore with: call explore_with(FlowSDE(...)) first"
             )
         return self.flow_sde

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from soma_lightning.contract import EnvObservation
+from soma_lightning.models.features import FrozenFeatures
 
 Mode = Literal["train", "eval"]
 
@@ -340,6 +341,9 @@ def _gradient_problems(policy: nn.Module, replay: dict[str, Tensor]) -> list[str
 
 
 def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, FrozenFeatures) and isinstance(b, FrozenFeatures):
+        same_parts = set(a.parts) == set(b.parts) and all(_same(a.parts[name], b.parts[name]) for name in a.parts)
+        return same_parts and a.lengths == b.lengths
     if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray):
         first, second = torch.as_tensor(a), torch.as_tensor(b)
         return first.shape == second.shape and first.dtype == second.dtype and bool(torch.equal(first, second))

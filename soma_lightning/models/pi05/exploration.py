@@ -37,7 +37,7 @@ class PI05Exploration(FlowPolicy):
     config: PI05Config
     model: PI05Model
     processor: PI05Processor
-    value_head: ValueHead | None = None
+    value_head: ValueHead | None
     loaded_from: Path | None
 
     @property

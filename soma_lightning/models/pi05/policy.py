@@ -71,6 +71,7 @@ class PI05Policy(PI05Exploration):
         if statistics is not None:
             self.set_statistics(statistics)
         self.model = PI05Model(self.config)
+        self.value_head = None
         self._queue: deque[Tensor] = deque()
 
     # -- what the policy is -------------------------------------------------------------------------------------------
@@ -300,7 +301,7 @@ class PI05Policy(PI05Exploration):
         self,
         env_obs: EnvObservation,
         mode: Mode = "eval",
-        compute_values: bool = False,
+        compute_values: bool | None = None,
         num_steps: int | None = None,
         noise: Tensor | None = None,
         keys: Sequence[Sequence[int]] | None = None,
@@ -309,6 +310,7 @@ class PI05Policy(PI05Exploration):
 
         Cameras that the environment offers and the policy does not have are left out. num_steps and noise as in
         `sample_actions`, of eval mode; result then holds "num_steps". keys: of train mode (see `FlowPolicy.explore`).
+        compute_values: result holds prev_values; None: in train mode.
         Raises NotImplementedError for mode="train" and compute_values=True before `explore_with` and `add_value_head`,
         ValueError for arguments of the other mode.
         """
@@ -321,11 +323,14 @@ class PI05Policy(PI05Exploration):
         if mode == "train":
             if num_steps is not None or noise is not None:
                 raise ValueError("num_steps and noise are of mode='eval'; explore_with and keys decide in train mode")
-            return self.explore(env_obs, compute_values=compute_values, keys=keys)
+            return self.explore(env_obs, compute_values=compute_values is not False, keys=keys)
         if keys is not None:
             raise ValueError("keys are of mode='train'; pass noise")
         actions = self.sample_actions(self.observed_batch(env_obs), noise, num_steps)
-        return actions.cpu(), {"num_steps": self.config.num_inference_steps if num_steps is None else num_steps}
+        result: dict[str, Any] = {"num_steps": self.config.num_inference_steps if num_steps is None else num_steps}
+        if compute_values:
+            result["prev_values"] = self.predict_values(env_obs)
+        return actions.cpu(), result
 
     def reset(self) -> None:
         """Forgets the queued actions: call it when an episode begins."""
