@@ -76,6 +76,31 @@ def learning_curve(metrics_csv: Path, path: Path) -> Path:
     return _save(figure, path)
 
 
+def reward_curve(history: Sequence[Mapping[str, float]], path: Path) -> Path:
+    """Success rates of a reinforcement learning run against its iterations.
+
+    history: rows with "iteration", and "rollout_success" (exploring), "success", "success_low" and "success_high" (held
+    out, with its 95 % interval) where they were measured.
+    """
+    figure, axes = plt.subplots(figsize=(6.4, 3.8))
+    explored = [(row["iteration"], row["rollout_success"]) for row in history if "rollout_success" in row]
+    if explored:
+        axes.plot(*zip(*explored, strict=True), "-", color="#9fb8c8", label="rollouts, exploring")
+    held_out = [row for row in history if "success" in row]
+    if held_out:
+        steps = [row["iteration"] for row in held_out]
+        axes.plot(steps, [row["success"] for row in held_out], "o-", color=COLOR, label="held out", markersize=4)
+        bounds = [[row[name] for row in held_out] for name in ("success_low", "success_high")]
+        axes.fill_between(steps, *bounds, color=COLOR, alpha=0.15, linewidth=0, label="95 % interval")
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("success rate")
+    axes.set_ylim(0, 1)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_lines():
+        axes.legend(frameon=False, loc="lower right")
+    return _save(figure, path)
+
+
 def contact_sheet(rollouts: Sequence[tuple[str, Sequence[np.ndarray]]], path: Path, columns: int = 8) -> Path:
     """One row a rollout: at most `columns` images (uint8 [h, w, 3]) from first to last, under the rollout's label."""
     figure = plt.figure(figsize=(1.3 * columns, 1.75 * len(rollouts)), layout="constrained")

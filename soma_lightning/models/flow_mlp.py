@@ -7,6 +7,7 @@ Shape letters: B observations, S state dimensions, H action horizon, A_env actio
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -72,6 +73,14 @@ class FlowMLPPolicy(FlowPolicy):
     @property
     def env_action_dim(self) -> int:
         return self.config.action_dim
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration as plain values."""
+        return {"config": asdict(self.config)}
+
+    def backbone_hash(self) -> str:
+        """No part of this policy is frozen: the hash of nothing."""
+        return hashlib.sha256().hexdigest()
 
     def report_facts(self) -> dict[str, Any]:
         """What a run report says about this policy (JSON-ready)."""

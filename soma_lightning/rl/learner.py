@@ -9,7 +9,9 @@ Shape letters: N rows (decisions) of an update, M of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,9 +20,11 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from soma_lightning.layout.full_state import shard_like
 from soma_lightning.models.policy import ForwardType
 from soma_lightning.optim.fused_adamw import FP32MasterAdamW, FusedAdamW
 from soma_lightning.rl.advantages import gae, normalize_advantages
+from soma_lightning.rl.engine import check_fit
 from soma_lightning.rl.ppo import (
     PPOConfig,
     behaviour_weights,
@@ -31,6 +35,7 @@ from soma_lightning.rl.ppo import (
     value_loss,
 )
 from soma_lightning.rl.records import Fragment, Rows
+from soma_lightning.rl.rollout import Cursor
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -111,6 +116,43 @@ class PPOLearner:
         """{name in the policy: whole tensor} of everything that trains. Shards are gathered: all ranks call it."""
         trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
         return {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in trained.items()}
+
+    def save(self, file: str | Path, cursors: Mapping[int, Cursor]) -> None:
+        """Writes what a later run needs to go on: what trains, the optimizer, the number of updates, `cursors`.
+
+        All ranks call it together; rank 0 writes. The file is replaced whole or not at all.
+        """
+        file = Path(file)
+        partial = file.with_suffix(file.suffix + ".partial")
+        content = {
+            "weights": self.snapshot(),
+            "optimizer": self.optimizer,
+            "updates": self.updates,
+            "cursors": {worker: [list(counts) for counts in cursor] for worker, cursor in cursors.items()},
+        }
+        self.fabric.save(partial, content)
+        if self.fabric.global_rank == 0:
+            partial.replace(file)
+        self.fabric.barrier()
+
+    @torch.no_grad()
+    def load(self, file: str | Path) -> dict[int, Cursor]:
+        """Goes on from what `save` wrote, on any number of ranks; returns the cursors.
+
+        Raises ValueError when the file is damaged or of another policy or optimizer.
+        """
+        try:
+            saved = self.fabric.load(file, weights_only=True)
+            weights, cursors, updates = saved["weights"], saved["cursors"], int(saved["updates"])
+            trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+            check_fit(weights, trained)
+            for name, parameter in trained.items():
+                parameter.copy_(shard_like(weights[name], parameter))
+            self.optimizer.load_state_dict(saved["optimizer"])  # after the weights: masters of bf16 ones are in it
+        except (RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{file} is no state of this run ({error}); remove it to begin anew") from error
+        self.updates = updates
+        return {int(worker): [(int(a), int(b)) for a, b in cursor] for worker, cursor in cursors.items()}
 
     def update(self, fragments: Sequence[Fragment]) -> dict[str, float]:
         """Learns from `fragments`, the same ones on every rank; returns what is logged.

@@ -26,6 +26,9 @@ from soma_lightning.models.policy import check_executed_steps
 from soma_lightning.rl.engine import Collected, FragmentLostError
 from soma_lightning.rl.records import EpisodeEnd, Fragment, Timeline, split_inputs
 
+#: (episodes begun, decisions made) of every environment of a rollout process.
+Cursor = Sequence[tuple[int, int]]
+
 
 @dataclass(frozen=True)
 class RolloutSettings:
@@ -74,7 +77,8 @@ class PolicyCollector:
     """Collects fragments with one policy in one group of environments; lives in a rollout process.
 
     policy: as `models.policy.BasePolicy` describes, on the device where it acts. worker: number of the process, of
-    `num_workers`. Raises ValueError when the policy does not fit the environments.
+    `num_workers`. cursor: where an earlier run stopped, as its last fragment's facts say.
+    Raises ValueError when the policy or the cursor does not fit the environments.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class PolicyCollector:
         *,
         worker: int = 0,
         num_workers: int = 1,
+        cursor: Cursor | None = None,
     ) -> None:
         self.policy, self.envs, self.settings = policy, envs, settings
         self._tasks = tuple(settings.tasks or envs.tasks)
@@ -95,7 +100,14 @@ class PolicyCollector:
             check_executed_steps(policy, settings.executed_steps)
         self._takes_keys = takes_keys(policy)
         self._num_envs = num_workers * envs.num_slots
-        self._slots = [_Slot(worker * envs.num_slots + slot) for slot in range(envs.num_slots)]
+        begun = cursor or [(0, 0)] * envs.num_slots
+        if len(begun) != envs.num_slots:
+            raise ValueError(
+                f"the run that is to go on had {len(begun)} environments a rollout process, this one has "
+                f"{envs.num_slots}; keep envs_per_worker, or begin anew"
+            )
+        first = worker * envs.num_slots
+        self._slots = [_Slot(first + slot, *counts) for slot, counts in enumerate(begun)]
         self._observation: EnvObservation | None = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -110,7 +122,7 @@ class PolicyCollector:
             self._restart()
             raise FragmentLostError(str(error)) from error
         tensors, facts = fragment.pack()
-        return Collected(tensors, facts)
+        return Collected(tensors, {**facts, "cursor": [(slot.episodes, slot.decisions) for slot in self._slots]})
 
     def close(self) -> None:
         self.envs.close()
@@ -222,12 +234,14 @@ class _Step:
 class CollectorSpec:
     """A picklable recipe for the collector of rollout process `worker`; calling it builds policy and environments.
 
-    make_policy: picklable; builds the policy as it acts, on its device.
+    make_policy: picklable; builds the policy as it acts, on its device. cursors: where an earlier run stopped, by
+    process.
     """
 
     make_policy: Callable[[], Any]
     settings: RolloutSettings
     num_workers: int = 1
+    cursors: Mapping[int, Cursor] = field(default_factory=dict)
 
     def __call__(self, worker: int) -> PolicyCollector:
         settings = self.settings
@@ -240,7 +254,8 @@ class CollectorSpec:
         )
         try:
             policy = self.make_policy().eval()
-            return PolicyCollector(policy, envs, settings, worker=worker, num_workers=self.num_workers)
+            place = {"worker": worker, "num_workers": self.num_workers, "cursor": self.cursors.get(worker)}
+            return PolicyCollector(policy, envs, settings, **place)
         except BaseException:
             envs.close()
             raise

@@ -73,7 +73,8 @@ def test_the_record_holds_what_the_contract_names(explorer, observation):
     assert result["prev_logprobs"].shape == (3, 8, 7)
     assert result["prev_values"].shape == (3,)
     assert inputs["observation.images.image"].dtype == torch.uint8
-    assert inputs[FEATURES].lengths == tuple(inputs["tokenized_prompt_mask"].sum(1).add(32).tolist())  # 2 x 16 of images
+    prompts = inputs["tokenized_prompt_mask"].sum(1)
+    assert inputs[FEATURES].lengths == tuple((prompts + 2 * 16).tolist())  # two images of 16 tokens
 
 
 def test_randomness_is_keyed_by_row_and_not_by_the_batch(explorer, observation):
