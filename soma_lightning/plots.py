@@ -90,8 +90,8 @@ def reward_curve(history: Sequence[Mapping[str, float]], path: Path) -> Path:
     if held_out:
         steps = [row["iteration"] for row in held_out]
         axes.plot(steps, [row["success"] for row in held_out], "o-", color=COLOR, label="held out", markersize=4)
-        bounds = [[row[name] for row in held_out] for name in ("success_low", "success_high")]
-        axes.fill_between(steps, *bounds, color=COLOR, alpha=0.15, linewidth=0, label="95 % interval")
+        low, high = ([row[name] for row in held_out] for name in ("success_low", "success_high"))
+        axes.fill_between(steps, low, high, color=COLOR, alpha=0.15, linewidth=0, label="95 % interval")
     axes.set_xlabel("iteration")
     axes.set_ylabel("success rate")
     axes.set_ylim(0, 1)

@@ -177,9 +177,9 @@ def main(argv: list[str]) -> int:
     try:
         parser = build_parser()
         options = parser.parse_args(list(resolve_configs(argv)))
-        options = parser.instantiate_classes(options)
-        options.pop("config")
-        improve_policy(**options.as_dict() if hasattr(options, "as_dict") else vars(options))
+        arguments = vars(parser.instantiate(options))
+        del arguments["config"]
+        improve_policy(**arguments)
     except (ValueError, OSError, ImportError, RuntimeError, WorkerError, RenderingUnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -254,8 +254,8 @@ class CollectorSpec:
         )
         try:
             policy = self.make_policy().eval()
-            place = {"worker": worker, "num_workers": self.num_workers, "cursor": self.cursors.get(worker)}
-            return PolicyCollector(policy, envs, settings, **place)
+            cursor = self.cursors.get(worker)
+            return PolicyCollector(policy, envs, settings, worker=worker, num_workers=self.num_workers, cursor=cursor)
         except BaseException:
             envs.close()
             raise

@@ -1,6 +1,6 @@
-"""The start policy of ppo_point_reach: imitates a demonstrator that steers beside the goal. Plain Fabric, two seconds.
+"""The start policy of recipes/ppo/point_reach.yaml: imitates a demonstrator that steers beside the goal.
 
-python recipes/point_reach_start.py OUT [SEED]
+Plain Fabric, two seconds: python recipes/ppo/point_reach_start.py OUT [SEED]
 """
 
 import sys
