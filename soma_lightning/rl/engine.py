@@ -1,8 +1,8 @@
 """How do a learner and those who collect for it talk to each other? The interface, and collection in one process.
 
 The learner grants credits; a collector spends one on each fragment and takes the newest published weights at its
-beginning, never in its middle. Fragment number n may begin once version n // F - max_lag is published, where F fragments
-make an update: so what is collected is never too old to learn from, and never dropped for that.
+beginning, never in its middle. Fragment number n may begin once version n // F - max_lag is published, where F
+fragments make an update: so what is collected is never too old to learn from, and never dropped for that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Collected:
     facts: dict[str, Any]
 
 
-class FragmentLost(Exception):
+class FragmentLostError(Exception):
     """What a collector raises when an environment hung or died: this fragment is lost, and it can go on."""
 
 
@@ -38,7 +38,7 @@ class Collector(Protocol):
         """What snapshots replace, in place; the same tensors at every call."""
 
     def collect(self, index: int, version: int) -> Collected:
-        """Fragment number `index` of the run, with weights `version`. FragmentLost when it came to nothing."""
+        """Fragment number `index` of the run, with weights `version`. FragmentLostError when it came to nothing."""
 
     def close(self) -> None: ...
 
@@ -125,8 +125,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def next_fragment(self, timeout_s: float) -> FragmentLease:
-        """The next fragment, in the order of completion. TimeoutError after `timeout_s`; RuntimeError when there is no
-        credit left to wait for, or collectors keep failing."""
+        """The next fragment, normally in the order of completion. TimeoutError after `timeout_s`; RuntimeError when
+        there is no credit left to wait for, or collectors keep failing."""
 
     @abstractmethod
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> bool:
@@ -176,7 +176,7 @@ class SyncEngine(RolloutEngine):
         self._credit += n
 
     def next_fragment(self, timeout_s: float) -> FragmentLease:
-        """Collects one. FragmentLost is counted and the fragment tried again; timeout_s bounds the tries."""
+        """Collects one. FragmentLostError is counted and the fragment tried again; timeout_s bounds the tries."""
         collector = self._running()
         begin = time.perf_counter()
         while True:
@@ -187,7 +187,7 @@ class SyncEngine(RolloutEngine):
             try:
                 found = collector.collect(self._begun, self._version)
                 break
-            except FragmentLost:
+            except FragmentLostError:
                 self._stats.lost += 1
                 if time.perf_counter() - begin > timeout_s:
                     raise
@@ -230,16 +230,20 @@ class SyncEngine(RolloutEngine):
 
 
 def check_fit(published: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raises ValueError that lists every tensor of a snapshot that a collector lacks, misses or has in another shape."""
+    """Raises ValueError that names what a collector lacks, misses or has in another shape or dtype."""
     missing = sorted(set(wanted) - set(published))
     unexpected = sorted(set(published) - set(wanted))
-    shapes = [
-        f"{name} is {list(published[name].shape)}, the collector has {list(tensor.shape)}"
+    different = [
+        f"{name} is {_kind(published[name])}, the collector has {_kind(tensor)}"
         for name, tensor in wanted.items()
-        if name in published and published[name].shape != tensor.shape
+        if name in published and _kind(published[name]) != _kind(tensor)
     ]
-    if missing or unexpected or shapes:
+    if missing or unexpected or different:
         raise ValueError(
             f"the published weights do not fit the collector's policy: missing {missing[:5]}, unexpected "
-            f"{unexpected[:5]}, of another shape {shapes[:5]}; learner and rollouts must build the same policy"
+            f"{unexpected[:5]}, different {different[:5]}; learner and rollouts must build the same policy"
         )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -10,7 +10,7 @@ Shape letters: N rows (decisions) of an update, M of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -186,6 +186,10 @@ class PPOLearner:
         valid_steps = rows.valid_steps[index].to(device, non_blocking=True)
         return MicroBatch(rows.forward_inputs(index, device), valid_steps, chosen, counts.to(device, non_blocking=True))
 
+    def _summed(self, values: Tensor) -> Tensor:
+        """Over all ranks."""
+        return cast("Tensor", self.fabric.all_reduce(values, reduce_op="sum"))
+
     # -- passes -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -197,13 +201,14 @@ class PPOLearner:
                 found = self.objective(self._batch(rows, {}, index, counts), "score")
                 scores[:, index[counts]] = torch.stack(found).cpu()[:, counts]
         if self.fabric.world_size > 1:  # each row was scored by one rank
-            scores = self.fabric.all_reduce(scores.to(self.fabric.device), reduce_op="sum").cpu()
+            scores = self._summed(scores.to(self.fabric.device)).cpu()
         return scores[0], scores[1]
 
     def _epoch(self, rows: Rows, columns: dict[str, Tensor], order: np.ndarray) -> dict[str, float]:
         """One pass over all rows; returns the means of what is logged."""
         task = "learn" if self.updates >= self.config.critic_warmup_updates else "learn values"
-        sums, norms = [], []
+        sums: list[Tensor] = []
+        norms: list[Tensor] = []
         for micro_batches in self._micro_batches(order):
             self.optimizer.zero_grad()
             for number, (index, counts) in enumerate(micro_batches):
@@ -212,11 +217,12 @@ class PPOLearner:
                     loss, logged = self.objective(self._batch(rows, columns, index, counts), task)
                     self.fabric.backward(loss)
                 sums.append(logged)
-            norms.append(self.fabric.clip_gradients(self.objective, self.optimizer, max_norm=self.config.max_grad_norm))
+            norm = self.fabric.clip_gradients(self.objective, self.optimizer, max_norm=self.config.max_grad_norm)
+            norms.append(cast("Tensor", norm))
             self.optimizer.step()
         total = torch.stack(sums).double().sum(0)
         if self.fabric.world_size > 1:
-            total = self.fabric.all_reduce(total, reduce_op="sum")
+            total = self._summed(total)
         names = self.objective.module.fact_names
         facts = dict(zip(names, (total / len(rows)).tolist(), strict=True))
         return {**facts, "grad_norm": torch.stack(norms).mean().item(), "optimizer_steps": float(len(norms))}

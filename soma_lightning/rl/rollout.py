@@ -23,7 +23,7 @@ from soma_lightning.envs.registry import make_group
 from soma_lightning.envs.worker import WorkerError
 from soma_lightning.models.flow_policy import takes_keys
 from soma_lightning.models.policy import check_executed_steps
-from soma_lightning.rl.engine import Collected, FragmentLost
+from soma_lightning.rl.engine import Collected, FragmentLostError
 from soma_lightning.rl.records import EpisodeEnd, Fragment, Timeline, split_inputs
 
 
@@ -103,12 +103,12 @@ class PolicyCollector:
         return {name: p.detach() for name, p in self.policy.named_parameters() if p.requires_grad}
 
     def collect(self, index: int, version: int) -> Collected:
-        """The next fragment. Raises FragmentLost when a simulator process died or hung; the next one starts afresh."""
+        """The next fragment. FragmentLostError when a simulator process died or hung; the next one starts afresh."""
         try:
             fragment = self._fragment(version)
         except WorkerError as error:
             self._restart()
-            raise FragmentLost(str(error)) from error
+            raise FragmentLostError(str(error)) from error
         tensors, facts = fragment.pack()
         return Collected(tensors, facts)
 
