@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from soma_lightning.models.flow_sde import FlowSDE as FlowSDE
     from soma_lightning.rl.engine import RolloutEngine as RolloutEngine
     from soma_lightning.rl.engine import SyncEngine as SyncEngine
+    from soma_lightning.rl.engine_local import LocalEngine as LocalEngine
     from soma_lightning.rl.loop import LoopSettings as LoopSettings
     from soma_lightning.rl.loop import train_ppo as train_ppo
     from soma_lightning.rl.ppo import PPOConfig as PPOConfig
@@ -19,6 +20,7 @@ _HOME_OF_NAME = {
     "FlowSDE": "soma_lightning.models.flow_sde",
     "RolloutEngine": "soma_lightning.rl.engine",
     "SyncEngine": "soma_lightning.rl.engine",
+    "LocalEngine": "soma_lightning.rl.engine_local",
     "LoopSettings": "soma_lightning.rl.loop",
     "train_ppo": "soma_lightning.rl.loop",
     "PPOConfig": "soma_lightning.rl.ppo",

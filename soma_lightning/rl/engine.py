@@ -125,8 +125,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def next_fragment(self, timeout_s: float) -> FragmentLease:
-        """The next fragment, in the order of completion. TimeoutError after `timeout_s`; RuntimeError when there is no
-        credit left to wait for, or collectors keep failing."""
+        """The next fragment, normally in the order of completion. TimeoutError after `timeout_s`; RuntimeError when
+        there is no credit left to wait for, or collectors keep failing."""
 
     @abstractmethod
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> bool:
@@ -230,16 +230,20 @@ class SyncEngine(RolloutEngine):
 
 
 def check_fit(published: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raises ValueError that lists the tensors of a snapshot that a collector lacks, or has in another shape."""
+    """Raises ValueError that names what a collector lacks, misses or has in another shape or dtype."""
     missing = sorted(set(wanted) - set(published))
     unexpected = sorted(set(published) - set(wanted))
-    shapes = [
-        f"{name} is {list(published[name].shape)}, the collector has {list(tensor.shape)}"
+    different = [
+        f"{name} is {_kind(published[name])}, the collector has {_kind(tensor)}"
         for name, tensor in wanted.items()
-        if name in published and published[name].shape != tensor.shape
+        if name in published and _kind(published[name]) != _kind(tensor)
     ]
-    if missing or unexpected or shapes:
+    if missing or unexpected or different:
         raise ValueError(
             f"the published weights do not fit the collector's policy: missing {missing[:5]}, unexpected "
-            f"{unexpected[:5]}, of another shape {shapes[:5]}; learner and rollouts must build the same policy"
+            f"{unexpected[:5]}, different {different[:5]}; learner and rollouts must build the same policy"
         )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

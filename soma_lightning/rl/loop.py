@@ -22,6 +22,7 @@ from soma_lightning.models.flow_policy import FlowPolicy
 from soma_lightning.models.flow_sde import FlowSDE
 from soma_lightning.models.registry import get_model
 from soma_lightning.rl.engine import RolloutEngine, SyncEngine
+from soma_lightning.rl.engine_local import LocalEngine
 from soma_lightning.rl.learner import PPOLearner
 from soma_lightning.rl.ppo import PPOConfig
 from soma_lightning.rl.records import EpisodeEnd, Fragment
@@ -120,7 +121,7 @@ def train_ppo(
     cursors = learner.load(state) if state is not None and Path(state).is_file() else {}
     first, spec = learner.updates, CollectorSpec(make_policy, rollout, loop.workers, cursors)
     result = PPOResult(learner.policy)
-    engine = _make_engine(spec, loop, first) if fabric.global_rank == 0 else None
+    engine = _make_engine(spec, loop) if fabric.global_rank == 0 else None
     with nullcontext() if engine is None else engine:
         _publish(engine, learner, min(loop.max_lag + 1, loop.iterations - first) * loop.fragments_per_update)
         for iteration in range(first, loop.iterations):
@@ -199,17 +200,14 @@ def _rollout_facts(ends: list[EpisodeEnd]) -> dict[str, float]:
     }
 
 
-def _make_engine(spec: CollectorSpec, loop: LoopSettings, first_version: int) -> RolloutEngine:
+def _make_engine(spec: CollectorSpec, loop: LoopSettings) -> RolloutEngine:
     if loop.engine == "sync":
         return SyncEngine(spec)
-    from soma_lightning.rl.engine_local import LocalEngine
-
     return LocalEngine(
         spec,
         loop.workers,
         fragments_per_update=loop.fragments_per_update,
         max_lag=loop.max_lag,
-        first_version=first_version,
         arena_bytes=loop.arena_mb * 2**20,
         fragment_timeout_s=loop.fragment_timeout_s,
     )
