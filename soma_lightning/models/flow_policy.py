@@ -142,7 +142,7 @@ class FlowPolicy(BasePolicy):
     def _sde(self) -> FlowSDE:
         if self.flow_sde is None:
             raise RuntimeError(
-                f"{type(self).__name__} explores with a stochastic flow: call explore_with(FlowSDE(num_steps=...)) first"
+                f"{type(self).__name__} explores by stochastic steps: call explore_with(FlowSDE(num_steps=...)) first"
             )
         return self.flow_sde
 

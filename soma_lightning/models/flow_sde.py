@@ -216,7 +216,7 @@ class FlowSDE:
 
 
 def to_noise_time(velocity_fn: VelocityFn) -> VelocityFn:
-    """Adapts a model whose time runs from noise (0) to data (1) and whose velocity is data - noise (GR00T, MolmoAct2)."""
+    """Adapts a model whose time runs from noise, 0, to data, 1, with data - noise as velocity (GR00T, MolmoAct2)."""
     return lambda x, time: -velocity_fn(x, 1 - time)
 
 

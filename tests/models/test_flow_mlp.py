@@ -1,4 +1,4 @@
-"""The small flow policy keeps the contract, explores reproducibly, learns from demonstrations, and survives a folder."""
+"""The small flow policy keeps the contract, explores reproducibly, imitates, and comes back from a folder."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_folder_that_does_not_fit_is_named(tmp_path: Path) -> None:
     load()
     with pytest.raises(ValueError, match="holds no flow_mlp policy"):
         load(type="pi05")
-    with pytest.raises(ValueError, match=r"do not fit.*size mismatch"):
+    with pytest.raises(ValueError, match=r"(?s)do not fit its config.json.*size mismatch"):
         load(hidden=16)
     with pytest.raises(ValueError, match="depth"):
         load(depth=3)
