@@ -55,7 +55,8 @@ def test_a_time_limit_takes_the_value_of_its_own_last_observation() -> None:
     delta = [0.99 * 0.25 - 0.5, 1 + 0.99 * 3 - 0.25, 5 + 0.99 * 9 - 7]
     expected = [delta[0] + 0.99 * 0.95 * delta[1], delta[1], delta[2]]
     assert found.advantages.flatten().tolist() == pytest.approx(expected, abs=1e-6)
-    assert found.returns.flatten().tolist() == pytest.approx([a + v for a, v in zip(expected, [0.5, 0.25, 7])])
+    expected_returns = [expected[0] + 0.5, expected[1] + 0.25, expected[2] + 7]
+    assert found.returns.flatten().tolist() == pytest.approx(expected_returns)
 
 
 def test_the_cut_of_a_fragment_takes_the_value_behind_it() -> None:
