@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,11 @@ class FlowMLPPolicy(FlowPolicy):
         config = json.loads((Path(folder) / "config.json").read_text())
         if config.pop("type", None) != "flow_mlp":
             raise ValueError(f"{folder} holds no flow_mlp policy")
-        policy = cls(FlowMLPConfig(**config))
-        policy.load_state_dict(load_file(_weights(Path(folder))))
+        policy = cls(_config(config, f"{folder}/config.json"))
+        try:
+            policy.load_state_dict(load_file(_weights(Path(folder))))
+        except RuntimeError as error:
+            raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
         return policy
 
 
@@ -165,10 +168,20 @@ def build_flow_mlp(cfg: Any, torch_dtype: torch.dtype | None) -> FlowMLPPolicy:
         raise ValueError(f"flow_mlp computes in fp32; leave precision={cfg['precision']!r} out")
     sizes = {name: value for name, value in cfg.items() if name not in ("model_type", "model_path", "precision")}
     if cfg.get("model_path") is None:
-        return FlowMLPPolicy(FlowMLPConfig(**sizes))
+        return FlowMLPPolicy(_config(sizes, "the model's configuration"))
     if sizes:
         raise ValueError(f"{sorted(sizes)} would be ignored: the checkpoint in model_path says them")
     return FlowMLPPolicy.from_pretrained(cfg["model_path"])
+
+
+def _config(values: Mapping[str, Any], source: str) -> FlowMLPConfig:
+    """ValueError, with `source`, for names that are missing or unknown."""
+    known = {one.name: one.default is MISSING for one in fields(FlowMLPConfig)}
+    unknown = sorted(set(values) - set(known))
+    missing = [name for name, is_required in known.items() if is_required and name not in values]
+    if unknown or missing:
+        raise ValueError(f"{source} of a flow_mlp: unknown {unknown}, missing {missing}; known: {', '.join(known)}")
+    return FlowMLPConfig(**values)
 
 
 def _weights(folder: Path) -> Path:

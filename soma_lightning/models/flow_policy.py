@@ -35,7 +35,14 @@ class FlowPolicy(BasePolicy):
     flow_sde: FlowSDE | None = None
 
     def explore_with(self, flow_sde: FlowSDE) -> None:
-        """Sets the stochastic process that train mode samples from and `default_forward` replays."""
+        """Sets the stochastic process that train mode samples from and `default_forward` replays.
+
+        Raises ValueError for flow_noise: a policy here has no network that its deviation could come from.
+        """
+        if flow_sde.is_joint:
+            raise ValueError(
+                f"{type(self).__name__} has no noise network, which flow_noise needs; use flow_sde or flow_cps"
+            )
         self.flow_sde = flow_sde
 
     # -- what a model adds --------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from soma_lightning.rl.ppo import (
     policy_loss,
     reduce_rows,
     stop_early,
+    truncated_weights,
     value_loss,
 )
 from soma_lightning.rl.records import Fragment, Rows
@@ -80,6 +81,8 @@ class Objective(nn.Module):
             loss = loss + actor.loss - self.config.entropy_coef * entropy
         logged = {"policy_loss": actor.loss, "value_loss": critic.loss, "entropy": entropy}
         logged.update(actor.facts, **critic.facts)
+        if self.config.interpolate_proximal:
+            logged["behaviour_weight"] = weights
         self.fact_names = tuple(logged)
         self.soma_normalizer = counts.sum()
         sums = torch.stack([torch.where(counts, value.detach(), 0.0).sum() for value in logged.values()])
@@ -91,13 +94,14 @@ class Objective(nn.Module):
             return given["proximal"], given["weights"]
         behaviour, lag = given["behaviour"], given["lag"]
         proximal = interpolated_proximal(log_probs.detach(), behaviour, lag)
-        return proximal, behaviour_weights(proximal, behaviour, self.config)[0]
+        return proximal, truncated_weights(proximal, behaviour, self.config)
 
 
 class PPOLearner:
     """Policy, optimizer and the update, on every rank of a launched `fabric`.
 
-    policy: keeps the policy contract; what requires grad is trained, a `value_head` with a learning rate of its own.
+    policy: keeps the policy contract; what requires grad is trained, a `value_head` (or whatever's name begins with
+    "value") with a learning rate of its own.
     """
 
     def __init__(self, fabric: Fabric, policy: nn.Module, config: PPOConfig) -> None:
@@ -169,8 +173,9 @@ class PPOLearner:
         gap = (scored - columns["behaviour"]).abs()
         logged |= {"logp_gap": gap.mean().item(), "logp_gap_max": gap.max().item()}
         columns["proximal"] = scored if self.config.recompute_log_probs else columns["behaviour"]
-        columns["weights"], facts = behaviour_weights(columns["proximal"], columns["behaviour"], self.config)
-        logged |= facts
+        if not self.config.interpolate_proximal:
+            columns["weights"], facts = behaviour_weights(columns["proximal"], columns["behaviour"], self.config)
+            logged |= facts
         for epoch in range(self.config.epochs):
             order = order if epoch == 0 else self._order(len(rows), epoch)
             logged |= self._epoch(rows, columns, order)
@@ -271,7 +276,7 @@ class PPOLearner:
 
 
 def _optimizer(policy: nn.Module, config: PPOConfig) -> FusedAdamW:
-    """AdamW with the critic's learning rate for `value_head` and what lies below, the policy's for the rest."""
+    """AdamW with the critic's learning rate for parameters whose name begins with "value", the policy's for others."""
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError("no parameter of the policy requires grad, so there is nothing to train")

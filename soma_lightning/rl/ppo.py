@@ -17,6 +17,10 @@ from torch import Tensor
 
 #: Dropping more of a batch than this would be learning from a selection; then weights are cut off instead.
 _MOST_DROPPED = 0.2
+#: Far beyond every clip. A ratio that overflows would make its gradient NaN, also where the clip cuts it off.
+_LARGEST_LOG_RATIO = 20.0
+_WHOLE = ("epochs", "minibatch_size", "micro_batch_size", "critic_warmup_updates", "seed")
+_OPTIONAL = ("dual_clip", "value_clip", "huber_delta", "target_kl")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class PPOConfig:
     an optimizer step, over all ranks. micro_batch_size: rows that one rank computes at once. lr, value_lr, betas, eps,
     weight_decay, max_grad_norm: of AdamW. normalize_advantages: over an update's rows. recompute_log_probs: the
     proximal policy's are computed by the learner; False takes the behaviour policy's. interpolate_proximal: A-3PO's
-    estimate instead of a computation. max_behaviour_weight: rows whose weight is above are left out.
+    estimate instead of a computation. max_behaviour_weight: rows whose weight is above are left out, and with
+    interpolate_proximal cut off.
     critic_warmup_updates: updates in which only the critic learns.
     Raises ValueError for values out of range and for those that others would make void.
     """
@@ -63,6 +68,10 @@ class PPOConfig:
     seed: int = field(default=0)
 
     def __post_init__(self) -> None:
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name}={value!r} must be a whole number")
         limits: dict[str, tuple[float, float]] = {
             "gamma": (0.0, 1.0),
             "gae_lambda": (0.0, 1.0),
@@ -79,6 +88,7 @@ class PPOConfig:
             "micro_batch_size": (1, math.inf),
             "lr": (0.0, math.inf),
             "value_lr": (0.0, math.inf),
+            "eps": (0.0, math.inf),
             "weight_decay": (0.0, math.inf),
             "max_grad_norm": (0.0, math.inf),
             "max_behaviour_weight": (1.0, math.inf),
@@ -87,8 +97,18 @@ class PPOConfig:
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
+            if value is None and name in _OPTIONAL:
+                continue
+            if value is None or not low <= value <= high:
                 raise ValueError(f"{name}={value} must lie in {low:g}..{high:g}")
+        for name in ("max_grad_norm", "huber_delta", "eps"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers in 0..1, 1 excluded")
+        self._check_together()
+
+    def _check_together(self) -> None:
         if self.micro_batch_size > self.minibatch_size:
             raise ValueError(
                 f"micro_batch_size={self.micro_batch_size} is more than minibatch_size={self.minibatch_size}, the rows "
@@ -97,6 +117,12 @@ class PPOConfig:
         if self.interpolate_proximal and self.recompute_log_probs:
             raise ValueError(
                 "interpolate_proximal estimates what recompute_log_probs computes; set one of them to False"
+            )
+        is_decoupled = self.recompute_log_probs or self.interpolate_proximal
+        if not is_decoupled and self.max_behaviour_weight != type(self).max_behaviour_weight:
+            raise ValueError(
+                f"max_behaviour_weight={self.max_behaviour_weight} has no effect: without recompute_log_probs and "
+                "interpolate_proximal every weight is 1"
             )
 
 
@@ -140,22 +166,32 @@ def behaviour_weights(proximal: Tensor, behaviour: Tensor, config: PPOConfig) ->
     return torch.where(above, 0.0, weights) / (1 - share), facts
 
 
+def truncated_weights(proximal: Tensor, behaviour: Tensor, config: PPOConfig) -> Tensor:
+    """Weights [N] as of `behaviour_weights`, cut off at the bound: each a function of its own row.
+
+    For a proximal policy that moves with the current one, where no share of all rows is known.
+    """
+    return (proximal - behaviour).exp().clamp(max=config.max_behaviour_weight)
+
+
 def interpolated_proximal(current: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
     """A-3PO's proximal log-probabilities: behaviour + alpha (current - behaviour), detached; alpha = (lag - 1) / lag.
 
     lag: int64 [N], versions between the weights that acted and those after this update: 1 where the rollouts had the
     newest, and then alpha is 0.
     """
-    alpha = (lag - 1) / lag.clamp(min=1)
+    behind = lag.clamp(min=1)
+    alpha = (behind - 1) / behind
     return (behaviour + alpha * (current - behaviour)).detach()
 
 
 def policy_loss(log_probs: Tensor, proximal: Tensor, weights: Tensor, advantages: Tensor, config: PPOConfig) -> RowLoss:
-    """w max(-A rho, -A clip(rho)), cut off at dual_clip |A| where A < 0; rho = exp(log_probs - proximal), in float32.
+    """w max(-A rho, -A clip(rho)), cut off at dual_clip |A| where A < 0; rho = exp(log_probs - proximal).
 
-    All [N]; weights as `behaviour_weights` gives them. Facts: approx_kl (k3: rho - 1 - ln rho), clip_fraction.
+    All [N], float32; weights as `behaviour_weights` gives them. Facts: approx_kl (k3: rho - 1 - ln rho), clip_fraction,
+    ratio_deviation (|rho - 1|).
     """
-    log_ratio = log_probs.float() - proximal
+    log_ratio = (log_probs - proximal).clamp(max=_LARGEST_LOG_RATIO)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -172,11 +208,11 @@ def policy_loss(log_probs: Tensor, proximal: Tensor, weights: Tensor, advantages
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, config: PPOConfig) -> RowLoss:
-    """max(h(R - V), h(R - V_old - clip(V - V_old))), h the Huber loss (0.5 e^2 inside); all [N].
+    """max(h(R - V), h(R - V_old - clip(V - V_old))), h the Huber loss (0.5 e^2 inside); all [N], float32.
 
     Facts: value_clip_fraction, how often |V - V_old| exceeds the bound.
     """
-    values, moved = values.float(), values.float() - old_values
+    moved = values - old_values
     loss = _huber(returns - values, config.huber_delta)
     facts = {}
     if config.value_clip is not None:
