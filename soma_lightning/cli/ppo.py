@@ -117,6 +117,8 @@ class _Log:
             "kl": row["approx_kl"],
             "clipped": row["clip_fraction"],
             "learner idle": row["learner_idle"],
+            "rollouts idle": row["rollout_idle"],
+            "lost": row["lost"] or None,
         }
         text = "  ".join(f"{name} {value:.3g}" for name, value in shown.items() if value is not None)
         print(f"iteration {iteration + 1}/{self.iterations}  {text}", flush=True)

@@ -21,7 +21,7 @@ from torch import nn
 from soma_lightning.models.flow_policy import FlowPolicy
 from soma_lightning.models.flow_sde import FlowSDE
 from soma_lightning.models.registry import get_model
-from soma_lightning.rl.engine import RolloutEngine, SyncEngine
+from soma_lightning.rl.engine import EngineStats, RolloutEngine, SyncEngine
 from soma_lightning.rl.engine_local import LocalEngine
 from soma_lightning.rl.learner import PPOLearner
 from soma_lightning.rl.ppo import PPOConfig
@@ -186,7 +186,20 @@ def _iterate(
         env_steps_per_s=steps / wall,
         lag=float(max(version - one.version for one in fragments)),
     )
-    return row
+    return row if engine is None else row | _engine_facts(engine.stats())
+
+
+def _engine_facts(stats: EngineStats) -> dict[str, float]:
+    """Since the start: what was lost, and the share of their time that rollout processes waited."""
+    waited = stats.credit_waited_s + stats.memory_waited_s
+    return {
+        "rollout_idle": waited / max(waited + stats.collecting_s, 1e-9),
+        "queued": float(stats.queued),
+        "lost": float(stats.lost),
+        "stale": float(stats.stale),
+        "restarts": float(stats.restarts),
+        "snapshots_skipped": float(stats.snapshots_skipped),
+    }
 
 
 def _rollout_facts(ends: list[EpisodeEnd]) -> dict[str, float]:

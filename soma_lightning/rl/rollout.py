@@ -38,7 +38,8 @@ class RolloutSettings:
     turn over environments; all tasks when empty. envs_per_worker: environments of one rollout process, B.
     env_workers: simulator processes of one rollout process, 0 simulates in it. decisions: chunk decisions of an
     environment in a fragment, T. executed_steps: actions executed of each chunk, C. first_init_state: training counts
-    initial states up from here. env_timeout_s: the longest one call to a simulator process may take.
+    initial states up from here. env_timeout_s: the longest one call to a simulator process may take. device: where the
+    policy acts; "auto" takes a GPU where there is one.
     """
 
     env: str
@@ -51,6 +52,7 @@ class RolloutSettings:
     first_init_state: int = 0
     env_timeout_s: float = 60.0
     seed: int = 0
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("envs_per_worker", "decisions", "executed_steps"):
@@ -253,9 +255,15 @@ class CollectorSpec:
             timeout_s=settings.env_timeout_s,
         )
         try:
-            policy = self.make_policy().eval()
+            policy = self.make_policy().to(_place(settings.device)).eval()
             cursor = self.cursors.get(worker)
             return PolicyCollector(policy, envs, settings, worker=worker, num_workers=self.num_workers, cursor=cursor)
         except BaseException:
             envs.close()
             raise
+
+
+def _place(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
