@@ -77,22 +77,24 @@ def learning_curve(metrics_csv: Path, path: Path) -> Path:
 
 
 def reward_curve(history: Sequence[Mapping[str, float]], path: Path) -> Path:
-    """Success rates of a reinforcement learning run against its iterations.
+    """Success rates of a reinforcement learning run against the updates that its policy has had.
 
-    history: rows with "iteration", and "rollout_success" (exploring), "success", "success_low" and "success_high" (held
-    out, with its 95 % interval) where they were measured.
+    history: rows with "iteration" (updates before it), and "rollout_success" (exploring), "success", "success_low" and
+    "success_high" (held out, after it, with its 95 % interval) where they were measured; the same with "start_" before
+    the first update.
     """
     figure, axes = plt.subplots(figsize=(6.4, 3.8))
     explored = [(row["iteration"], row["rollout_success"]) for row in history if "rollout_success" in row]
     if explored:
         axes.plot(*zip(*explored, strict=True), "-", color="#9fb8c8", label="rollouts, exploring")
-    held_out = [row for row in history if "success" in row]
+    names = ("success", "success_low", "success_high")
+    held_out = [(0, *(row[f"start_{name}"] for name in names)) for row in history if "start_success" in row]
+    held_out += [(row["iteration"] + 1, *(row[name] for name in names)) for row in history if "success" in row]
     if held_out:
-        steps = [row["iteration"] for row in held_out]
-        axes.plot(steps, [row["success"] for row in held_out], "o-", color=COLOR, label="held out", markersize=4)
-        low, high = ([row[name] for row in held_out] for name in ("success_low", "success_high"))
-        axes.fill_between(steps, low, high, color=COLOR, alpha=0.15, linewidth=0, label="95 % interval")
-    axes.set_xlabel("iteration")
+        updates, rates, low, high = zip(*held_out, strict=True)
+        axes.plot(updates, rates, "o-", color=COLOR, label="held out", markersize=4)
+        axes.fill_between(updates, low, high, color=COLOR, alpha=0.15, linewidth=0, label="95 % interval")
+    axes.set_xlabel("updates")
     axes.set_ylabel("success rate")
     axes.set_ylim(0, 1)
     axes.spines[["top", "right"]].set_visible(False)
