@@ -201,9 +201,16 @@ class PPOLearner:
             for index, counts in micro_batches:
                 found = self.objective(self._batch(rows, {}, index, counts), "score")
                 scores[:, index[counts]] = torch.stack(found).cpu()[:, counts]
-        if self.fabric.world_size > 1:  # each row was scored by one rank
-            scores = self.fabric.all_reduce(scores.to(self.fabric.device), reduce_op="sum").cpu()
+        scores = self._sum(scores.to(self.fabric.device)).cpu()  # each row was scored by one rank
         return scores[0], scores[1]
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Over the ranks."""
+        if self.fabric.world_size > 1:
+            reduced = self.fabric.all_reduce(values, reduce_op="sum")
+            assert isinstance(reduced, Tensor)
+            return reduced
+        return values
 
     def _epoch(self, rows: Rows, columns: dict[str, Tensor], order: np.ndarray) -> dict[str, float]:
         """One pass over all rows; returns the means of what is logged."""
@@ -221,9 +228,7 @@ class PPOLearner:
             assert norm is not None
             norms.append(norm)
             self.optimizer.step()
-        total = torch.stack(sums).double().sum(0)
-        if self.fabric.world_size > 1:
-            total = self.fabric.all_reduce(total, reduce_op="sum")
+        total = self._sum(torch.stack(sums).double().sum(0))
         names = self.objective.module.fact_names
         facts = dict(zip(names, (total / len(rows)).tolist(), strict=True))
         return {**facts, "grad_norm": torch.stack(norms).mean().item(), "optimizer_steps": float(len(norms))}

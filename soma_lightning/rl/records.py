@@ -91,7 +91,7 @@ class Fragment:
         samples = None
         if facts["lengths"] is not None:
             parts = {name.removeprefix(_FEATURE): one for name, one in tensors.items() if name.startswith(_FEATURE)}
-            pieces = {name: one.split(facts["lengths"]) for name, one in parts.items()}
+            pieces = {name: torch.split(one, facts["lengths"]) for name, one in parts.items()}
             rows = range(len(facts["lengths"]))
             samples = [{name: piece[row].transpose(0, 1) for name, piece in pieces.items()} for row in rows]
         return cls(
@@ -118,8 +118,8 @@ def split_inputs(forward_inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
             tensors[name] = value
         else:
             raise TypeError(
-                f"forward_inputs[{name!r}] is {type(value).__name__}; a record that travels to the learner holds tensors "
-                f"[B, ...], and FrozenFeatures as {FEATURES!r}"
+                f"forward_inputs[{name!r}] is {type(value).__name__}; a record that travels to the learner holds "
+                f"tensors [B, ...], and FrozenFeatures as {FEATURES!r}"
             )
     rows = {name: value.shape[:1] for name, value in tensors.items()}
     if len(set(rows.values())) > 1:
