@@ -233,10 +233,6 @@ class PPOLearner:
         valid_steps = rows.valid_steps[index].to(device, non_blocking=True)
         return MicroBatch(rows.forward_inputs(index, device), valid_steps, chosen, counts.to(device, non_blocking=True))
 
-    def _summed(self, values: Tensor) -> Tensor:
-        """Over all ranks."""
-        return cast("Tensor", self.fabric.all_reduce(values, reduce_op="sum"))
-
     # -- passes -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -247,9 +243,16 @@ class PPOLearner:
             for index, counts in micro_batches:
                 found = self.objective(self._batch(rows, {}, index, counts), "score")
                 scores[:, index[counts]] = torch.stack(found).cpu()[:, counts]
-        if self.fabric.world_size > 1:  # each row was scored by one rank
-            scores = self._summed(scores.to(self.fabric.device)).cpu()
+        scores = self._sum(scores.to(self.fabric.device)).cpu()  # each row was scored by one rank
         return scores[0], scores[1]
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Over the ranks."""
+        if self.fabric.world_size > 1:
+            reduced = self.fabric.all_reduce(values, reduce_op="sum")
+            assert isinstance(reduced, Tensor)
+            return reduced
+        return values
 
     def _epoch(self, rows: Rows, columns: dict[str, Tensor], order: np.ndarray) -> dict[str, float]:
         """One pass over all rows; returns the means of what is logged."""
@@ -267,9 +270,7 @@ class PPOLearner:
             norm = self.fabric.clip_gradients(self.objective, self.optimizer, max_norm=self.config.max_grad_norm)
             norms.append(cast("Tensor", norm))
             self.optimizer.step()
-        total = torch.stack(sums).double().sum(0)
-        if self.fabric.world_size > 1:
-            total = self._summed(total)
+        total = self._sum(torch.stack(sums).double().sum(0))
         names = self.objective.module.fact_names
         facts = dict(zip(names, (total / len(rows)).tolist(), strict=True))
         return {**facts, "grad_norm": torch.stack(norms).mean().item(), "optimizer_steps": float(len(norms))}

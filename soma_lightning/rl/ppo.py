@@ -200,7 +200,7 @@ def policy_loss(log_probs: Tensor, proximal: Tensor, weights: Tensor, advantages
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
     with torch.no_grad():
         facts = {
-            "approx_kl": ratio - 1 - log_ratio,
+            "approx_kl": log_ratio.expm1() - log_ratio,
             "clip_fraction": (clipped != ratio).float(),
             "ratio_deviation": (ratio - 1).abs(),
         }
