@@ -41,7 +41,11 @@ class Collector:
         time.sleep(self.script.sleep_s)
         for name, expected in weights(version).items():
             assert torch.equal(self._weights[name], expected), f"{name} is not of version {version}"
-        tensors = {"matrix": self._weights["matrix"], "index": torch.tensor(index), "flags": torch.tensor([True, False])}
+        tensors = {
+            "matrix": self._weights["matrix"],
+            "index": torch.tensor(index),
+            "flags": torch.tensor([True, False]),
+        }
         tensors["payload"] = torch.full((self.script.payload,), index % 256, dtype=torch.uint8)
         return Collected(tensors, {"pid": os.getpid(), "role": os.environ.get("SOMA_ROLE")})
 
