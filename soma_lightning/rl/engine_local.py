@@ -202,6 +202,7 @@ class LocalEngine(RolloutEngine):
         os.close(self._wake)
         atexit.unregister(self.stop)
         self._finished.clear()
+        self._writer.close()
 
     @property
     def worker_pids(self) -> list[int | None]:

@@ -96,6 +96,10 @@ class SnapshotWriter:
         with self._lock:
             self._leases.pop(reader, None)
 
+    def close(self) -> None:
+        """Gives the memory back; nothing is published afterwards."""
+        self.slots, self._current = [], None
+
     def _prepare(self, tensors: Mapping[str, Tensor]) -> BlockLayout:
         if self.layout is None:
             self.layout = lay_out(tensors, begin=_HEADER.num_bytes)
