@@ -19,16 +19,8 @@ from soma_lightning.rl.outputs import RunFolder
 from soma_lightning.rl.ppo import PPOConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = [
-    "--loop.iterations",
-    "2",
-    "--rollout.envs_per_worker",
-    "2",
-    "--rollout.decisions",
-    "6",
-    "--loop.engine",
-    "sync",
-]
+TWO = ["--loop.iterations", "2", "--loop.engine", "sync", "--loop.workers", "1", "--loop.fragments_per_update", "1"]
+SMALL = [*TWO, "--rollout.envs_per_worker", "2", "--rollout.decisions", "6"]
 FEW = ["--evaluation.episodes", "2", "--evaluation.num_envs", "2", "--evaluation.every", "1"]
 
 

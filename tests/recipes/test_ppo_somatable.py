@@ -30,16 +30,12 @@ def test_ppo_improves_a_policy_of_few_demonstrations(tmp_path: Path):
     start, end = rows[0]["start_success"], rows[-1]["success"]
     assert start <= 0.7
     assert end - start >= 0.15
-    # What it learned goes on elsewhere: as a start of supervised training, and in the open layout.
-    policy = tmp_path / "run/ppo/policy"
-    fit = [
-        "fit",
-        "--config",
-        "pi05_somatable",
+    # What it learned goes on elsewhere, such as supervised training.
+    fit = ["fit", "--config", "pi05_somatable", "--data.root", str(demo / "demos/pick"), "--data.batch_size", "8"]
+    start = [
         "--model.pretrained",
-        str(policy),
-        "--data.root",
-        str(demo / "demos/pick"),
+        str(tmp_path / "run/ppo/policy"),
+        "--trainer.default_root_dir",
+        str(tmp_path / "fit"),
     ]
-    small = ["--trainer.max_steps", "1", "--trainer.default_root_dir", str(tmp_path / "fit"), "--data.batch_size", "8"]
-    assert soma.main([*fit, *small]) == 0
+    assert soma.main([*fit, *start, "--trainer.max_steps", "1"]) == 0
