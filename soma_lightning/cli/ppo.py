@@ -83,7 +83,7 @@ def improve_policy(
         fabric.barrier()
         evaluate = None
         if evaluation is not None:
-            evaluate = _evaluator(policy, rollout, flow, evaluation, open_things)
+            evaluate = _evaluator(policy, Path(out), rollout, flow, evaluation, open_things)
         result = train_ppo(
             model,
             rollout,
@@ -132,7 +132,12 @@ def _default_loggers(out: Path) -> list[Logger]:
 
 
 def _evaluator(
-    policy: str, rollout: RolloutSettings, flow: FlowSDE | None, plan: EvaluationPlan, open_things: ExitStack
+    policy: str,
+    out: Path,
+    rollout: RolloutSettings,
+    flow: FlowSDE | None,
+    plan: EvaluationPlan,
+    open_things: ExitStack,
 ) -> Evaluator:
     options = rollout.env_options if plan.env_options is None else plan.env_options
     group = make_group(rollout.env, options, num_slots=plan.num_envs)
@@ -146,10 +151,10 @@ def _evaluator(
         denoising_steps=steps,
         episodes=plan.episodes,
         first_init_state=plan.first_init_state,
-        recorded=0,
+        recorded=plan.recorded,
         env_options=options,
     )
-    return Evaluator(group, settings)
+    return Evaluator(group, settings, out / "videos")
 
 
 def _finish(fabric: Fabric, folder: RunFolder | None, policy: Any, loop: LoopSettings) -> dict[str, Any]:

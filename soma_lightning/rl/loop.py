@@ -29,8 +29,8 @@ from soma_lightning.rl.records import EpisodeEnd, Fragment
 from soma_lightning.rl.rollout import CollectorSpec, Cursor, RolloutSettings
 from soma_lightning.rl.sharing import share_fragments
 
-#: evaluate(policy) -> numbers to log.
-Evaluate = Callable[[nn.Module], Mapping[str, float]]
+#: evaluate(policy, updates that it has had) -> numbers to log.
+Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 #: log(iteration, row): called on rank 0 after every iteration.
 Log = Callable[[int, Mapping[str, float]], None]
 
@@ -125,10 +125,10 @@ def train_ppo(
     with nullcontext() if engine is None else engine:
         _publish(engine, learner, min(loop.max_lag + 1, loop.iterations - first) * loop.fragments_per_update)
         for iteration in range(first, loop.iterations):
-            row = dict(evaluate(learner.policy)) if evaluate is not None and iteration == 0 else {}
+            row = dict(evaluate(learner.policy, 0)) if evaluate is not None and iteration == 0 else {}
             row = {**_iterate(engine, learner, loop, cursors), **{f"start_{name}": one for name, one in row.items()}}
             if evaluate is not None and (iteration + 1) % evaluate_every == 0:
-                row |= evaluate(learner.policy)
+                row |= evaluate(learner.policy, learner.updates)
             result.history.append(row)
             is_last = iteration + 1 == loop.iterations
             if state is not None and (is_last or (iteration + 1) % loop.save_every == 0):

@@ -15,6 +15,7 @@ from soma_lightning.evaluation.folder import write_json
 from soma_lightning.evaluation.results import wilson_interval
 from soma_lightning.evaluation.runner import Runner
 from soma_lightning.evaluation.settings import EvaluationSettings
+from soma_lightning.evaluation.videos import KeptVideos
 from soma_lightning.locks import lock_file
 
 STATE, RESULTS, HISTORY, CURVE, POLICY = "state.ckpt", "results.json", "history.jsonl", "learning_curve.png", "policy"
@@ -100,7 +101,8 @@ class EvaluationPlan:
 
     every: iterations between evaluations. episodes: of each task, on the initial states from first_init_state on.
     env_options: instead of the rollouts' (for another stream of initial states). denoising_steps: Euler steps; those of
-    the rollouts when None. num_envs: side by side.
+    the rollouts when None. num_envs: side by side. recorded: successes and failures of each task that are kept as
+    video, in videos/update_N of the run's folder.
     """
 
     every: int = 10
@@ -109,6 +111,7 @@ class EvaluationPlan:
     env_options: Mapping[str, Any] | None = None
     denoising_steps: int | None = None
     num_envs: int = 50
+    recorded: int = 0
 
     def __post_init__(self) -> None:
         for name in ("every", "episodes", "num_envs"):
@@ -117,18 +120,26 @@ class EvaluationPlan:
 
 
 class Evaluator:
-    """Success rate of a policy on `settings`, in environments that stay for the whole run."""
+    """Success rate of a policy on `settings`, in environments that stay for the whole run.
 
-    def __init__(self, envs: EnvGroup, settings: EvaluationSettings) -> None:
-        self.envs, self.settings = envs, settings
+    videos: folder for what `settings.recorded` asks for.
+    """
 
-    def __call__(self, policy: Any) -> dict[str, float]:
+    def __init__(self, envs: EnvGroup, settings: EvaluationSettings, videos: Path) -> None:
+        self.envs, self.settings, self.videos = envs, settings, videos
+
+    def __call__(self, policy: Any, updates: int) -> dict[str, float]:
         """{"success", "success_low", "success_high"}: rate and 95 % Wilson interval over all episodes."""
         was_training = policy.training
         policy.eval()
-        episodes = [Episode(task, k) for task in self.settings.tasks for k in self.settings.init_states]
-        runner = Runner(policy, self.envs, self.settings, lambda rollout: False)
-        successes = sum(rollout.success_once for rollout, _ in runner.run(episodes))
+        settings = self.settings
+        videos = KeptVideos(self.videos / f"update_{updates:04d}", settings.recorded, settings.executed_steps)
+        episodes = [Episode(task, k) for task in settings.tasks for k in settings.init_states]
+        successes = 0
+        for rollout, frames in Runner(policy, self.envs, settings, videos.wants).run(episodes):
+            successes += rollout.success_once
+            if frames:
+                videos.keep(rollout, frames)
         policy.train(was_training)
         low, high = wilson_interval(successes, len(episodes))
         return {"success": successes / len(episodes), "success_low": low, "success_high": high}

@@ -130,6 +130,8 @@ def test_the_tiny_pi05_takes_an_iteration_on_images(pi05, tmp_path):
     row = json.loads((tmp_path / "run" / "history.jsonl").read_text().splitlines()[0])
     assert row["logp_gap_max"] <= 1e-3
     assert (tmp_path / "run" / "policy" / "value_head.safetensors").is_file()
+    for update in ("update_0000", "update_0001"):
+        assert list((tmp_path / "run" / "videos" / update).glob("pick_*.mp4"))
 
 
 def test_a_learner_that_never_acts_saves_the_backbone_it_did_not_hold(pi05, tmp_path):

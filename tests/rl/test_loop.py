@@ -75,7 +75,7 @@ def test_evaluations_come_before_the_first_and_after_every_nth_iteration(start, 
         sync,
         small_ppo,
         FlowSDE(4),
-        evaluate=lambda policy: {"success": 0.5},
+        evaluate=lambda policy, updates: {"success": 0.5, "updates": updates},
         evaluate_every=2,
         log=lambda iteration, row: rows.append(iteration),
     )
