@@ -76,6 +76,33 @@ def learning_curve(metrics_csv: Path, path: Path) -> Path:
     return _save(figure, path)
 
 
+def reward_curve(history: Sequence[Mapping[str, float]], path: Path) -> Path:
+    """Success rates of a reinforcement learning run against the updates that its policy has had.
+
+    history: rows with "iteration" (updates before it), and "rollout_success" (exploring), "success", "success_low" and
+    "success_high" (held out, after it, with its 95 % interval) where they were measured; the same with "start_" before
+    the first update.
+    """
+    figure, axes = plt.subplots(figsize=(6.4, 3.8))
+    explored = [(row["iteration"], row["rollout_success"]) for row in history if "rollout_success" in row]
+    if explored:
+        axes.plot(*zip(*explored, strict=True), "-", color="#9fb8c8", label="rollouts, exploring")
+    names = ("success", "success_low", "success_high")
+    held_out = [(0, *(row[f"start_{name}"] for name in names)) for row in history if "start_success" in row]
+    held_out += [(row["iteration"] + 1, *(row[name] for name in names)) for row in history if "success" in row]
+    if held_out:
+        updates, rates, low, high = zip(*held_out, strict=True)
+        axes.plot(updates, rates, "o-", color=COLOR, label="held out", markersize=4)
+        axes.fill_between(updates, low, high, color=COLOR, alpha=0.15, linewidth=0, label="95 % interval")
+    axes.set_xlabel("updates")
+    axes.set_ylabel("success rate")
+    axes.set_ylim(0, 1)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_lines():
+        axes.legend(frameon=False, loc="lower right")
+    return _save(figure, path)
+
+
 def contact_sheet(rollouts: Sequence[tuple[str, Sequence[np.ndarray]]], path: Path, columns: int = 8) -> Path:
     """One row a rollout: at most `columns` images (uint8 [h, w, 3]) from first to last, under the rollout's label."""
     figure = plt.figure(figsize=(1.3 * columns, 1.75 * len(rollouts)), layout="constrained")

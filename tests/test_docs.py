@@ -292,6 +292,10 @@ SMALL = {
     "fit": ["--trainer.max_steps", "2", "--data.batch_size", "8", "--trainer.limit_val_batches", "1"],
     "eval": ["--episodes", "2", "--num_envs", "2", "--recorded", "1"],
     "compare": [],
+    "ppo": [
+        *("--loop.iterations", "1", "--rollout.envs_per_worker", "2", "--rollout.decisions", "2"),
+        *("--evaluation.episodes", "2", "--evaluation.num_envs", "2"),
+    ],
     "doctor": [],
     "data": [],
     "open-loop": [],

@@ -19,6 +19,7 @@ COMMANDS = {
     "validate": ("soma_lightning.cli.fit", "run the validation loop of a config file"),
     "test": ("soma_lightning.cli.fit", "run the test loop of a config file"),
     "predict": ("soma_lightning.cli.fit", "run the predict loop of a config file"),
+    "ppo": ("soma_lightning.cli.ppo", "improve a policy by reinforcement learning"),
     "demos": ("soma_lightning.cli.demos", "record demonstrations of a scripted expert"),
     "data": ("soma_lightning.cli.data", "describe, check and draw a data set"),
     "eval": ("soma_lightning.cli.eval", "roll a policy out in an environment"),

@@ -92,8 +92,9 @@ class ShortErrors:
 class CommandParser(ShortErrors, ArgumentParser):
     """The parser of one command: whole option names only, short errors."""
 
-    def __init__(self, command: str, description: str | None) -> None:
-        super().__init__(prog=f"soma {command}", description=description, allow_abbrev=False)
+    def __init__(self, command: str = "", description: str | None = None, **options: Any) -> None:
+        """options: what jsonargparse builds the parsers of nested classes with."""
+        super().__init__(**{"prog": f"soma {command}", "description": description, "allow_abbrev": False, **options})
 
     def add_tasks(self, help_text: str, *, required: bool = False) -> None:
         """`--task NAME`, repeated for several; the parsed name is `task`, a list."""

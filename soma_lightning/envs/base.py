@@ -26,6 +26,8 @@ EEF_QUATERNION = "robot0_eef_quat"
 FINGERS = "robot0_gripper_qpos"
 #: Present only in environments of state observations; appended to the state by `batch_observations`.
 OBJECT_STATE = "object-state"
+#: Present only in environments without an arm: the whole state as the policy reads it.
+WHOLE_STATE = "state"
 
 ACTION_DIM = 7
 #: Values of an action's last component.
@@ -76,6 +78,8 @@ class ManipulationEnv(ABC):
 
     name: str
     tasks: dict[str, TaskSpec]
+    #: Numbers in one action.
+    action_dim: ClassVar[int] = ACTION_DIM
     #: Memory (GB) of one environment that needs a process and a core of its own; 0 where many fit into one process.
     process_memory_gb: ClassVar[float] = 0.0
     #: Setting without a default -> what it may be, for whoever left it out.
@@ -200,7 +204,7 @@ class ChunkOutcome:
 
     `steps` control steps were executed (fewer than the chunk has when the episode ended inside it); `reward` is their
     sum; `frames` holds one image after each of them when recording was asked for. steps_to_success: the step of the
-    chunk, from 1, after which `success` was first true. at_goal: as in the last `StepOutcome`.
+    chunk, from 1, after which `success` was first true. at_goal, truncated: as in the last `StepOutcome`.
     """
 
     success: bool
@@ -210,6 +214,7 @@ class ChunkOutcome:
     frames: list[np.ndarray] | None
     steps_to_success: int | None = None
     at_goal: bool | None = None
+    truncated: bool = False
 
 
 class EnvGroup(Protocol):
@@ -220,6 +225,10 @@ class EnvGroup(Protocol):
 
     @property
     def tasks(self) -> Mapping[str, TaskSpec]: ...
+
+    @property
+    def action_dim(self) -> int:
+        """Numbers in one action, A below."""
 
     def facts(self) -> Mapping[str, str]:
         """`ManipulationEnv.facts` of one environment of the group."""
@@ -239,7 +248,7 @@ class EnvGroup(Protocol):
     def execute(
         self, slots: Sequence[int], actions: np.ndarray, record: Sequence[bool] | None = None
     ) -> list[ChunkOutcome]:
-        """Executes `actions` float32 [len(slots), K, 7], each slot up to its episode's end."""
+        """Executes `actions` float32 [len(slots), K, A], each slot up to its episode's end."""
 
     def close(self) -> None: ...
 
@@ -273,16 +282,13 @@ def state_of(observation: Mapping[str, np.ndarray]) -> np.ndarray:
 def batch_observations(observations: Iterable[tuple[Mapping[str, np.ndarray], str]]) -> EnvObservation:
     """Stacks pairs of (observation, instruction) into one batch of numpy arrays.
 
-    states: float32 [N, 8], or [N, 8 + objects] where the observations carry `object-state`; such observations have no
-    images and `main_images` is None. ValueError for an empty list.
+    states: float32 [N, 8], or [N, 8 + objects] where the observations carry `object-state`, or what they carry as
+    `state`; such observations have no images and `main_images` is None. ValueError for an empty list.
     """
     pairs = list(observations)
     if not pairs:
         raise ValueError("there is no observation to batch: give at least one slot")
-    states = [
-        np.concatenate([state_of(one), one[OBJECT_STATE].astype(np.float32)]) if OBJECT_STATE in one else state_of(one)
-        for one, _ in pairs
-    ]
+    states = [_policy_state(one) for one, _ in pairs]
     batch: dict[str, object] = {
         "main_images": _stacked_images(pairs, MAIN_IMAGE),
         "states": np.stack(states),
@@ -290,6 +296,14 @@ def batch_observations(observations: Iterable[tuple[Mapping[str, np.ndarray], st
         "wrist_images": _stacked_images(pairs, WRIST_IMAGE),
     }
     return cast("EnvObservation", batch)
+
+
+def _policy_state(observation: Mapping[str, np.ndarray]) -> np.ndarray:
+    if WHOLE_STATE in observation:
+        return np.asarray(observation[WHOLE_STATE], np.float32)
+    robot = state_of(observation)
+    objects = observation.get(OBJECT_STATE)
+    return robot if objects is None else np.concatenate([robot, objects.astype(np.float32)])
 
 
 def _stacked_images(pairs: Sequence[tuple[Mapping[str, np.ndarray], str]], key: str) -> np.ndarray | None:

@@ -17,6 +17,7 @@ from soma_lightning.envs.vector import LocalEnvs
 ENVIRONMENTS = {
     "somatable": "soma_lightning.envs.somatable:SomaTable",
     "libero": "soma_lightning.envs.libero:LiberoEnv",
+    "point_reach": "soma_lightning.envs.point_reach:PointReach",
 }
 #: Name of an environment -> "module:class" of its scripted expert.
 EXPERTS = {

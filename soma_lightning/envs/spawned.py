@@ -71,7 +71,8 @@ class SpawnedEnvs(ClosedOnExit):
             build = partial(_build_share, make_env, slots_here, number)
             self._workers.append(Worker(number, build, environment=device, start_timeout_s=start_timeout_s))
         try:
-            self.tasks: Mapping[str, TaskSpec] = self._start()
+            self.tasks: Mapping[str, TaskSpec]
+            self.tasks, self._ledger.action_dim = self._start()
         except BaseException:
             self.close()
             raise
@@ -79,6 +80,10 @@ class SpawnedEnvs(ClosedOnExit):
     @property
     def num_slots(self) -> int:
         return self._ledger.num_slots
+
+    @property
+    def action_dim(self) -> int:
+        return self._ledger.action_dim
 
     @property
     def worker_pids(self) -> list[int | None]:
@@ -139,7 +144,7 @@ class SpawnedEnvs(ClosedOnExit):
     def execute(
         self, slots: Sequence[int], actions: np.ndarray, record: Sequence[bool] | None = None
     ) -> list[ChunkOutcome]:
-        """Executes `actions` float32 [N, K, 7] as `LocalEnvs.execute`. WorkerError when a worker fails."""
+        """Executes `actions` float32 [N, K, A] as `LocalEnvs.execute`. WorkerError when a worker fails."""
         self._settle(slots)
         self._ledger.check_actions(slots, actions, record)
         wanted = record if record is not None else [False] * len(slots)
@@ -156,7 +161,7 @@ class SpawnedEnvs(ClosedOnExit):
         for worker in self._workers:
             worker.end()
 
-    def _start(self) -> dict[str, TaskSpec]:
+    def _start(self) -> tuple[dict[str, TaskSpec], int]:
         for worker in self._workers:
             worker.start()
         try:
@@ -164,8 +169,8 @@ class SpawnedEnvs(ClosedOnExit):
                 worker.await_ready()
         except WorkerFailure as failure:
             raise self._useless(failure) from failure
-        tasks: dict[str, TaskSpec] = self._ask_first("task_table")
-        return tasks
+        found: tuple[dict[str, TaskSpec], int] = self._ask_first("description")
+        return found
 
     def _ask_first(self, method: str) -> Any:
         """What all workers would answer alike, from the first one."""

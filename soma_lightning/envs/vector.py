@@ -45,10 +45,10 @@ class ClosedOnExit(ABC):
 class Ledger:
     """Which slot runs which episode; refuses calls that make no sense, naming slot and value."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, action_dim: int = ACTION_DIM) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots={num_slots}; an environment group needs at least one slot")
-        self.num_slots = num_slots
+        self.num_slots, self.action_dim = num_slots, action_dim
         self.episodes: dict[int, Episode | None] = dict.fromkeys(range(num_slots))
         self._ended: set[int] = set()
 
@@ -77,9 +77,9 @@ class Ledger:
     def check_actions(self, slots: Sequence[int], actions: np.ndarray, record: Sequence[bool] | None) -> None:
         self.check_started(slots, running=True)
         shape = np.shape(actions)
-        if len(shape) != 3 or shape[0] != len(slots) or shape[1] < 1 or shape[2] != ACTION_DIM:
+        if len(shape) != 3 or shape[0] != len(slots) or shape[1] < 1 or shape[2] != self.action_dim:
             raise ValueError(
-                f"actions have shape {list(shape)}; {len(slots)} slots need [{len(slots)}, K >= 1, {ACTION_DIM}]"
+                f"actions have shape {list(shape)}; {len(slots)} slots need [{len(slots)}, K >= 1, {self.action_dim}]"
             )
         finite = np.isfinite(actions).all(axis=(1, 2))
         if not finite.all():
@@ -108,6 +108,7 @@ class LocalEnvs(ClosedOnExit):
     def __init__(self, make_env: Callable[[], ManipulationEnv], num_slots: int) -> None:
         self._ledger = Ledger(num_slots)
         first = make_env()
+        self._ledger.action_dim = first.action_dim
         self._envs = [first]
         while len(self._envs) < num_slots:
             self._envs.append(first.sibling() or make_env())
@@ -120,12 +121,16 @@ class LocalEnvs(ClosedOnExit):
     def tasks(self) -> Mapping[str, TaskSpec]:
         return self._envs[0].tasks
 
+    @property
+    def action_dim(self) -> int:
+        return self._ledger.action_dim
+
     def facts(self) -> dict[str, str]:
         return self._envs[0].facts()
 
-    def task_table(self) -> dict[str, TaskSpec]:
-        """`tasks` as a call, for a worker process that serves this group."""
-        return dict(self._envs[0].tasks)
+    def description(self) -> tuple[dict[str, TaskSpec], int]:
+        """`tasks` and `action_dim` as a call, for a worker process that serves this group."""
+        return dict(self._envs[0].tasks), self.action_dim
 
     def reset(self, slots: Sequence[int], episodes: Sequence[Episode]) -> None:
         """Starts `episodes[i]` in `slots[i]`. ValueError naming the nearest task for an unknown one."""
@@ -150,7 +155,7 @@ class LocalEnvs(ClosedOnExit):
     def execute(
         self, slots: Sequence[int], actions: np.ndarray, record: Sequence[bool] | None = None
     ) -> list[ChunkOutcome]:
-        """Executes `actions` float32 [N, K, 7]; a slot whose episode ends stops there.
+        """Executes `actions` float32 [N, K, A]; a slot whose episode ends stops there.
 
         record: for which slots the main camera's image is kept after every step.
         """
@@ -169,13 +174,14 @@ class LocalEnvs(ClosedOnExit):
 
 
 def _run_chunk(env: ManipulationEnv, chunk: np.ndarray, *, record: bool) -> ChunkOutcome:
-    """Executes `chunk` [K, 7] in one environment up to its episode's end."""
+    """Executes `chunk` [K, A] in one environment up to its episode's end."""
     outcome = ChunkOutcome(success=False, done=False, steps=0, reward=0.0, frames=[] if record else None)
     for action in chunk:
         step = env.step(action)
         outcome.steps += 1
         outcome.reward += step.reward
         outcome.success, outcome.done, outcome.at_goal = step.success, step.done, step.at_goal
+        outcome.truncated = step.truncated
         if step.success and outcome.steps_to_success is None:
             outcome.steps_to_success = outcome.steps
         if outcome.frames is not None:

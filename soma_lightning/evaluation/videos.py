@@ -36,7 +36,7 @@ class KeptVideos:
     def keep(self, rollout: Rollout, frames: list[np.ndarray]) -> None:
         """Writes the episode's files and drops those of one that it takes the place of."""
         path = self._path(rollout)
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(PARTIAL)
         with open(partial, "wb") as file:
             np.savez_compressed(file, frames=np.stack(frames))

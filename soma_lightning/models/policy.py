@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from soma_lightning.contract import EnvObservation
+from soma_lightning.models.features import FrozenFeatures
 
 Mode = Literal["train", "eval"]
 
@@ -82,6 +83,15 @@ class BasePolicy(nn.Module):
         `action` [B, C * A], the returned actions.
         """
         raise self._missing("predict_action_batch")
+
+    def predict_values(self, env_obs: EnvObservation) -> Tensor:
+        """State values [B] of B observations, for returns that are cut off.
+
+        A policy with a critic of its own overrides this; here a whole action is sampled and thrown away.
+        """
+        _, result = self.predict_action_batch(env_obs, mode="train", compute_values=True)
+        values: Tensor = result["prev_values"]
+        return values.reshape(len(env_obs["task_descriptions"]))
 
     def _missing(self, method: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not implement {method}()")
@@ -331,6 +341,9 @@ def _gradient_problems(policy: nn.Module, replay: dict[str, Tensor]) -> list[str
 
 
 def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, FrozenFeatures) and isinstance(b, FrozenFeatures):
+        same_parts = set(a.parts) == set(b.parts) and all(_same(a.parts[name], b.parts[name]) for name in a.parts)
+        return same_parts and a.lengths == b.lengths
     if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray):
         first, second = torch.as_tensor(a), torch.as_tensor(b)
         return first.shape == second.shape and first.dtype == second.dtype and bool(torch.equal(first, second))

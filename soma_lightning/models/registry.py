@@ -39,7 +39,10 @@ class _Entry:
     category: str
 
 
-_BUILTIN = {"pi05": _Entry("soma_lightning.models.pi05.building:build_pi05", "embodied")}
+_BUILTIN = {
+    "pi05": _Entry("soma_lightning.models.pi05.building:build_pi05", "embodied"),
+    "flow_mlp": _Entry("soma_lightning.models.flow_mlp:build_flow_mlp", "embodied"),
+}
 _models: dict[str, _Entry] = dict(_BUILTIN)
 _loaded_extensions: set[str] = set()
 

@@ -86,7 +86,8 @@ def test_state_observations_make_a_batch_without_images() -> None:
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown environment 'somatabel'; known: somatable, libero\. Did you mean 'somatable'"
+        ValueError,
+        match=r"unknown environment 'somatabel'; known: somatable, libero, point_reach\. Did you mean 'somatable'",
     ):
         make("somatabel")
     with pytest.raises(

@@ -172,9 +172,9 @@ def save_weights(
 
     path: a folder (then `model.safetensors` inside it) or a file name that ends in .safetensors. Dtypes are kept, but
     `optimizer`'s fp32 masters are written in the place of the bf16 parameters that they belong to, and `values` (by our
-    parameter names) in the place of any; adapters are merged into float32. frozen_from: the checkpoint from which a
-    prefix in fp8 was loaded; the prefix is copied from there. A sharded model is saved by all ranks together: one has
-    the path, the others None.
+    parameter names) in the place of any; adapters are merged into float32. frozen_from: the checkpoint that the prefix
+    was loaded from, when it is in fp8 by now or released; it is copied from there. A sharded model is saved by all
+    ranks together: one has the path, the others None.
     """
     masters = {} if optimizer is None else master_values(model, optimizer)
     frozen = {} if frozen_from is None else _prefix_tensors(model, frozen_from)
@@ -184,7 +184,9 @@ def save_weights(
 
 def base_parameters(model: PI05Model) -> dict[str, nn.Parameter]:
     """The parameters that a checkpoint has, by their names in a network without adapters."""
-    named = model.named_parameters()
+    named = list(model.named_parameters())
+    if not model.has_prefix:
+        named += [(f"prefix.{name}", p) for name, p in model.prefix.named_parameters()]
     return {name.replace(_BASE_LAYER, "."): p for name, p in named if _ADAPTER not in name}
 
 

@@ -32,6 +32,8 @@ _NORMALIZER = "normalizer_processor"
 _UNNORMALIZER = "unnormalizer_processor"
 #: openpi files statistics under the data set's name; ours may come from any.
 ASSET_ID = "soma"
+#: The critic, which no public layout knows.
+VALUE_HEAD_FILE = "value_head.safetensors"
 #: What peft calls its files.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WRITTEN_BY_US = {
@@ -41,6 +43,7 @@ _WRITTEN_BY_US = {
     STATISTICS_FILE,
     TOKENIZER_FILE,
     TRAINING_FILE,
+    VALUE_HEAD_FILE,
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "assets",
     *(ADAPTER_CONFIG, ADAPTER_WEIGHTS),

@@ -43,11 +43,11 @@ def why_stock(layers: nn.ModuleList, device: torch.device) -> str | None:
     return None
 
 
-def run_language(layers: Sequence[Any], x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+def run_language(layers: Sequence[Any], x: Tensor, positions: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys (after RoPE) and values of all layers, [2 * layers, B, P, Hkv * D], keys before values of each layer.
 
-    x: [B, P, W]. positions: int64 [B or 1, P]. mask: bool [B, P], True = readable; None when all are. Of the last layer
-    only keys and values are computed.
+    Beside them the last layer's input [B, P, W]. x: [B, P, W]. positions: int64 [B or 1, P]. mask: bool [B, P],
+    True = readable; None when all are. Of the last layer only keys and values are computed.
     """
     B, P, W = x.shape
     first = layers[0]
@@ -69,7 +69,7 @@ def run_language(layers: Sequence[Any], x: Tensor, positions: Tensor, mask: Tens
         gate_up = product(n, (layer.mlp.gate_proj, layer.mlp.up_proj))
         gate, up = gate_up.chunk(2, dim=1)
         delta = product(gelu(gate, up, quantize=fp8), (layer.mlp.down_proj,))
-    return streams.view(-1, B, P, kv_width)
+    return streams.view(-1, B, P, kv_width), rows.view(B, P, W)
 
 
 def run_vision(layers: Sequence[Any], x: Tensor) -> Tensor:

@@ -147,6 +147,23 @@ class PI05Model(nn.Module):
             module.requires_grad_(False)
         self.train(self.training)
 
+    def release_prefix(self) -> None:
+        """Frees the memory of the frozen prefix: from here on its outputs must come from elsewhere; not undone.
+
+        It stays as an attribute on the meta device, for its names and shapes, and is no part of the module any more:
+        no parameter, no state. Raises ValueError when a part of it trains.
+        """
+        if any(p.requires_grad for p in self.prefix.parameters()):
+            raise ValueError("a part of the prefix trains, so its outputs cannot come from elsewhere")
+        shell = self.prefix.to("meta")
+        del self._modules["prefix"]
+        object.__setattr__(self, "prefix", shell)
+
+    @property
+    def has_prefix(self) -> bool:
+        """False after `release_prefix`."""
+        return "prefix" in self._modules
+
     def quantize_frozen(self) -> None:
         """Stores the frozen prefix's matrices in fp8 and runs its products there (frozen_layers.py); not undone.
 

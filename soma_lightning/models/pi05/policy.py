@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,13 +19,14 @@ from torch.distributed import get_rank
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from soma_lightning.contract import ACTION, IMAGE_PREFIX, STATE, EnvObservation, Statistics, batch_from_observation
+from soma_lightning.contract import ACTION, STATE, EnvObservation, Statistics
 from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.flow import sample_time
 from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights, seed_masters
 from soma_lightning.models.pi05.config import PI05Config, Trainable, changed_config
 from soma_lightning.models.pi05.config_files import read_config, write_config
 from soma_lightning.models.pi05.dimensions import check_asked_dims, new_dim
+from soma_lightning.models.pi05.exploration import PI05Exploration
 from soma_lightning.models.pi05.folder import fetch_checkpoint, find_statistics, save_side_files, written_at_once
 from soma_lightning.models.pi05.identity import backbone_hash, check_features_fixed, feature_identity
 from soma_lightning.models.pi05.initialization import initialize_from_scratch
@@ -33,7 +34,7 @@ from soma_lightning.models.pi05.model import PI05Model
 from soma_lightning.models.pi05.prefix import PrefixCache
 from soma_lightning.models.pi05.processor import MissingCameras, PI05Processor
 from soma_lightning.models.pi05.tokenizer import BUILTIN, OnLongPrompt, load_builtin_tokenizer
-from soma_lightning.models.policy import BasePolicy, Mode
+from soma_lightning.models.policy import Mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class PI05Policy(BasePolicy):
+class PI05Policy(PI05Exploration):
     """pi0.5 with everything around its network: prompts, images, statistics, objective, sampling, checkpoints.
 
     config.trainable says what trains; by default the backbone (everything but the action expert and its projections) is
@@ -70,6 +71,7 @@ class PI05Policy(BasePolicy):
         if statistics is not None:
             self.set_statistics(statistics)
         self.model = PI05Model(self.config)
+        self.value_head = None
         self._queue: deque[Tensor] = deque()
 
     # -- what the policy is -------------------------------------------------------------------------------------------
@@ -88,11 +90,6 @@ class PI05Policy(BasePolicy):
     def is_sharded(self) -> bool:
         """Whether ranks hold parts of parameters, so that saving takes all of them."""
         return any(isinstance(p, DTensor) for p in self.model.parameters())
-
-    @property
-    def noise_shape(self) -> tuple[int, int]:
-        """(H, A_max): shape of one sample's flow noise."""
-        return self.config.chunk_size, self.config.max_action_dim
 
     def set_statistics(self, statistics: Statistics, source: str = "given") -> None:
         """Uses these statistics from now on; state and action dimensions follow them.
@@ -304,30 +301,36 @@ class PI05Policy(BasePolicy):
         self,
         env_obs: EnvObservation,
         mode: Mode = "eval",
-        compute_values: bool = False,
+        compute_values: bool | None = None,
         num_steps: int | None = None,
         noise: Tensor | None = None,
+        keys: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Executable action chunks for B environments: (float32 [B, H, A] on the CPU, result dictionary).
 
         Cameras that the environment offers and the policy does not have are left out. num_steps and noise as in
-        `sample_actions`. result holds "num_steps".
-        Raises NotImplementedError for mode="train" and compute_values=True, which need the reinforcement learning part.
+        `sample_actions`, of eval mode; result then holds "num_steps". keys: of train mode (see `FlowPolicy.explore`).
+        compute_values: result holds prev_values; None: in train mode.
+        Raises NotImplementedError for mode="train" and compute_values=True before `explore_with` and `add_value_head`,
+        ValueError for arguments of the other mode.
         """
         if mode not in ("eval", "train"):
             raise ValueError(f"mode must be 'eval' or 'train', got {mode!r}")
-        if mode == "train" or compute_values:
+        missing = self.missing_for_exploration() if mode == "train" or compute_values else None
+        if missing:
             wish = "mode='train'" if mode == "train" else "compute_values=True"
-            raise NotImplementedError(
-                f"{wish} needs the reinforcement learning part (stochastic flow steps, value head), which this policy "
-                "does not have; use mode='eval', compute_values=False"
-            )
-        actions = self.sample_actions(self._batch_of(env_obs), noise, num_steps)
-        return actions.cpu(), {"num_steps": self.config.num_inference_steps if num_steps is None else num_steps}
-
-    def _batch_of(self, env_obs: EnvObservation) -> dict[str, Any]:
-        batch = batch_from_observation(env_obs)
-        return {k: v for k, v in batch.items() if not k.startswith(IMAGE_PREFIX) or k in self.config.cameras}
+            raise NotImplementedError(f"{wish} needs {missing}; use mode='eval', compute_values=False")
+        if mode == "train":
+            if num_steps is not None or noise is not None:
+                raise ValueError("num_steps and noise are of mode='eval'; explore_with and keys decide in train mode")
+            return self.explore(env_obs, compute_values=compute_values is not False, keys=keys)
+        if keys is not None:
+            raise ValueError("keys are of mode='train'; pass noise")
+        actions = self.sample_actions(self.observed_batch(env_obs), noise, num_steps)
+        result: dict[str, Any] = {"num_steps": self.config.num_inference_steps if num_steps is None else num_steps}
+        if compute_values:
+            result["prev_values"] = self.predict_values(env_obs)
+        return actions.cpu(), result
 
     def reset(self) -> None:
         """Forgets the queued actions: call it when an episode begins."""
@@ -395,7 +398,8 @@ class PI05Policy(BasePolicy):
         """
         if layout not in ("lerobot", "openpi"):
             raise ValueError(f"layout must be 'lerobot' or 'openpi', got {layout!r}")
-        source = None if self.frozen_precision is None else self.loaded_from
+        is_whole = self.frozen_precision is None and self.model.has_prefix
+        source = None if is_whole else self.loaded_from
         weights: dict[str, Any] = {"optimizer": optimizer, "values": values, "frozen_from": source}
         if self.is_sharded and get_rank() != 0:
             save_weights(self.model, None, layout, **weights)
@@ -407,6 +411,7 @@ class PI05Policy(BasePolicy):
                 save_side_files(new, layout, self.config, self.statistics)
             if self.config.tokenizer == BUILTIN:
                 self.processor.prompts.tokenizer.save_pretrained(new)
+            self.save_value_head(new)
 
     @classmethod
     def from_pretrained(

@@ -23,6 +23,7 @@ from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.frozen import run_language, run_vision, why_stock
 from soma_lightning.models.pi05.rotary import RotaryTable, rotary_table, rotate
+from soma_lightning.models.value_head import pool_tokens
 
 #: The one part of pi0.5's frozen features.
 KEYS_VALUES = "keys_values"
@@ -36,6 +37,8 @@ class PrefixCache:
     mask: bool [B, P], True = readable; None when every row is full. Masked entries may hold anything.
     lengths: int64 [B], readable tokens of each row, which is also the position of the first action token.
     streams: the one tensor that keys and values are views of, if there is one (see `of_streams`).
+    pooled: float32 [B, W], mean over the readable tokens of the last layer's input, each token scaled to root mean
+    square 1; only if the prefix `pools`. (The last layer's output is never computed.)
     """
 
     keys: list[Tensor]
@@ -43,6 +46,7 @@ class PrefixCache:
     mask: Tensor | None
     lengths: Tensor
     streams: Tensor | None = None
+    pooled: Tensor | None = None
 
     @classmethod
     def of_streams(cls, streams: Tensor, head_dim: int, mask: Tensor | None, lengths: Tensor) -> PrefixCache:
@@ -171,6 +175,8 @@ class PI05Prefix(nn.Module):
         self.head_dim = config.language.head_dim
         #: Compact sequences are padded to a multiple of this many prompt tokens, so that few lengths occur.
         self.bucket = 1
+        #: The cache carries `PrefixCache.pooled`, which a value head reads.
+        self.pools = False
         #: Frozen layers run fused where they can; False: as stock modules.
         self.fuse_frozen = True
         self.paligemma = PaliGemmaModel(paligemma_config(config))
@@ -218,15 +224,24 @@ class PI05Prefix(nn.Module):
         x = self._embed(images, tokens.to(device), packing)
         layers = self.paligemma.language_model.layers
         if self.why_stock(layers) is None:
-            streams = run_language(layers, x, packing.positions, packing.mask)
-            return PrefixCache.of_streams(streams, self.head_dim, packing.mask, packing.lengths)
+            streams, x = run_language(layers, x, packing.positions, packing.mask)
+            cache = PrefixCache.of_streams(streams, self.head_dim, packing.mask, packing.lengths)
+            return self._pooled(cache, x)
         rotary = rotary_table(packing.positions, self.head_dim, x.dtype)
         keys, values = [], []
         for i, layer in enumerate(layers):
-            x, k, v = layer(x, rotary, packing.mask, keys_values_only=i == len(layers) - 1)
+            is_last = i == len(layers) - 1
+            out, k, v = layer(x, rotary, packing.mask, keys_values_only=is_last)
+            x = x if is_last else out
             keys.append(k)
             values.append(v)
-        return PrefixCache(keys, values, packing.mask, packing.lengths)
+        return self._pooled(PrefixCache(keys, values, packing.mask, packing.lengths), x)
+
+    def _pooled(self, cache: PrefixCache, hidden: Tensor) -> PrefixCache:
+        """Adds the observation's one vector, if it is wanted. hidden: the last layer's input [B, P, W]."""
+        if self.pools:
+            cache.pooled = pool_tokens(F.rms_norm(hidden.float(), hidden.shape[-1:]), cache.mask)
+        return cache
 
     def path(self) -> str:
         """How vision and language layers run, for the run report."""

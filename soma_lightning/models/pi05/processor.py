@@ -155,11 +155,15 @@ class PI05Processor:
         for key in (*names, *([] if state_BS is None else [STATE])):
             if len(batch[key]) != len(tasks):
                 raise ValueError(f"{key} holds {len(batch[key])} samples, {TASK} holds {len(tasks)}")
-        images = [self._image(batch[name]) for name in names]
+        images = self.images({name: batch[name] for name in names})
         masks = [torch.ones(len(tasks), dtype=torch.bool) for _ in images]
         bins = None if state_BS is None else self._bins(state_BS, state_noise, generator)
         tokens, token_mask = self.prompts.encode(tasks, bins)
         return ModelInputs(images, masks, tokens.to(images[0].device), token_mask)
+
+    def images(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """The images of `ModelInputs` alone: float32 [B, 3, R, R] in [-1, 1], one a camera of `batch`, by slot."""
+        return [self._image(batch[name]) for name in self.config.cameras if name in batch]
 
     def _present_cameras(self, batch: Mapping[str, Any]) -> list[str]:
         """config.cameras that the batch has, in slot order (the order of masked slots changes nothing)."""

@@ -16,6 +16,7 @@ import torch
 from soma_lightning import models
 from soma_lightning.models import PI05Config, PI05Policy
 from soma_lightning.models.flow import sample_time
+from soma_lightning.models.flow_sde import FlowSDE
 from soma_lightning.models.pi05.building import build_pi05
 from soma_lightning.models.policy import BasePolicy, ForwardType, check_policy
 
@@ -212,19 +213,20 @@ def test_policy_keeps_the_contract(make_policy, observation):
     check = check_policy(make_policy().eval(), observation)
     assert check.passed, str(check)
     assert check.action_shape == (2, 8, 7)
-    assert check.train_mode.startswith("not implemented (mode='train' needs the reinforcement learning part")
+    assert check.train_mode.startswith("not implemented (mode='train' needs stochastic flow steps")
 
 
-def test_train_mode_and_values_need_another_part(make_policy, observation):
+def test_train_mode_and_values_need_their_parts(make_policy, observation):
     policy = make_policy()
-    with pytest.raises(NotImplementedError, match="mode='train' needs the reinforcement learning part"):
+    with pytest.raises(NotImplementedError, match="mode='train' needs stochastic flow steps: call explore_with"):
         policy.predict_action_batch(observation, mode="train")
-    with pytest.raises(NotImplementedError, match="compute_values=True needs the reinforcement learning part"):
+    with pytest.raises(NotImplementedError, match="PI05Policy has no stochastic steps to explore with"):
+        policy(forward_inputs={})
+    policy.explore_with(FlowSDE(3))
+    with pytest.raises(NotImplementedError, match=r"compute_values=True needs a value head: call add_value_head\(\)"):
         policy.predict_action_batch(observation, compute_values=True)
     with pytest.raises(ValueError, match="mode must be 'eval' or 'train', got 'test'"):
         policy.predict_action_batch(observation, mode="test")
-    with pytest.raises(NotImplementedError, match=r"PI05Policy does not implement default_forward\(\)"):
-        policy(forward_inputs={})
 
 
 def test_forward_dispatches_to_the_objective(make_policy, make_batch):
