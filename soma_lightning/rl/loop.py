@@ -59,6 +59,8 @@ class LoopSettings:
         for name in ("iterations", "fragments_per_update", "workers", "arena_mb", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.evaluate_every < 0:
+            raise ValueError(f"evaluate_every={self.evaluate_every} is negative; 0 evaluates never")
         if self.engine not in ("local", "sync"):
             raise ValueError(f"engine={self.engine!r} must be 'local' or 'sync'")
         if not 0 <= self.max_lag <= 2:
