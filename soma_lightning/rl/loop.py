@@ -59,8 +59,6 @@ class LoopSettings:
         for name in ("iterations", "fragments_per_update", "workers", "arena_mb", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.evaluate_every < 0:
-            raise ValueError(f"evaluate_every={self.evaluate_every} is negative; 0 evaluates never")
         if self.engine not in ("local", "sync"):
             raise ValueError(f"engine={self.engine!r} must be 'local' or 'sync'")
         if not 0 <= self.max_lag <= 2:
@@ -116,6 +114,8 @@ def train_ppo(
     Raises ValueError for settings that do not fit, and RuntimeError when rollout processes keep failing.
     """
     ppo = PPOConfig() if ppo is None else ppo
+    if evaluate_every < 1:
+        raise ValueError(f"evaluate_every={evaluate_every} must be at least 1; leave evaluate out for no evaluation")
     if fabric is None:
         fabric = Fabric(accelerator="cpu", devices=1, strategy="somaspeed")
     make_policy = partial(build_policy, dict(model), flow)

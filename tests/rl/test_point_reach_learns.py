@@ -63,7 +63,7 @@ def imitating_policy(seed: int) -> FlowMLPPolicy:
     return policy
 
 
-def success(policy: nn.Module) -> dict[str, float]:
+def success(policy: nn.Module, updates: int = 0) -> dict[str, float]:
     """Share of 512 fixed goals that the policy reaches without exploring."""
     generator = torch.Generator().manual_seed(0)
     everyone = range(GOALS)
@@ -86,10 +86,11 @@ def learning_curve(folder: Path, seed: int, iterations: int = 60) -> tuple[float
     result = train_ppo(
         {"model_type": "flow_mlp", "model_path": str(folder / "imitating")},
         RolloutSettings("point_reach", envs_per_worker=128, decisions=6, executed_steps=CHUNK, seed=seed),
-        LoopSettings(iterations, engine="sync", evaluate_every=EVERY),
+        LoopSettings(iterations, engine="sync"),
         PPOConfig(lr=3e-4, value_lr=1e-3, minibatch_size=256, micro_batch_size=256, epochs=4, seed=seed),
         FlowSDE(4, 0.5),
         evaluate=success,
+        evaluate_every=EVERY,
     )
     curve = [row["success"] for row in result.history if "success" in row]
     return success(start)["success"], curve, result.history
