@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import soma_lightning.models.registry as registry
 import soma_lightning.rl.learner as learner_module
 from soma_lightning.contract import ACTION, STATE
 from soma_lightning.envs.base import Episode
@@ -24,6 +25,7 @@ from soma_lightning.models.flow_sde import FlowSDE
 from soma_lightning.rl.loop import LoopSettings, train_ppo
 from soma_lightning.rl.ppo import PPOConfig, RowLoss
 from soma_lightning.rl.rollout import RolloutSettings
+from tests.rl.gaussian import GaussianPolicy
 
 CHUNK, GOALS, EVERY = 4, 512, 5
 #: Episodes of training count from initial state 0, those of evaluation run through another sequence of goals.
@@ -72,7 +74,8 @@ def success(policy: nn.Module, updates: int = 0) -> dict[str, float]:
         running, reached = list(everyone), 0
         while running:
             noise = torch.randn(GOALS, CHUNK, 4, generator=generator)[running]
-            actions, _ = policy.predict_action_batch(envs.observe(running), mode="eval", noise=noise)  # type: ignore[operator]
+            options = {"noise": noise} if isinstance(policy, FlowMLPPolicy) else {}
+            actions, _ = policy.predict_action_batch(envs.observe(running), mode="eval", **options)  # type: ignore[operator]
             outcomes = envs.execute(running, actions.numpy())
             reached += sum(outcome.success for outcome in outcomes)
             running = [slot for slot, outcome in zip(running, outcomes, strict=True) if not outcome.done]
@@ -104,6 +107,39 @@ def test_point_reach_is_learned(tmp_path: Path, seed: int) -> None:
     assert np.mean(curve[-3:]) >= 0.93, curve
     assert all(row["lag"] == 0 for row in history)
     assert max(row["logp_gap_max"] for row in history) < 1e-3
+
+
+def imitating_gaussian(cfg: Any, torch_dtype: Any) -> GaussianPolicy:
+    """A builder: the mean fitted to the demonstrator."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    policy = GaussianPolicy()
+    states = demonstrated_states(rng)
+    optimizer = torch.optim.Adam(policy.mean.parameters(), lr=3e-3)
+    for _ in range(300):
+        chosen = states[rng.integers(len(states), size=256)]
+        wanted = torch.from_numpy(demonstrate(chosen, CHUNK, rng)).flatten(1)
+        loss = (policy.mean(torch.from_numpy(chosen)) - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return policy
+
+
+def test_a_policy_that_is_no_flow_learns_in_the_same_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_models", dict(registry._models))
+    registry.register_model("gaussian", imitating_gaussian)
+    result = train_ppo(
+        {"model_type": "gaussian"},
+        RolloutSettings("point_reach", envs_per_worker=64, decisions=6, executed_steps=CHUNK),
+        LoopSettings(10, engine="sync", evaluate_every=EVERY),
+        PPOConfig(lr=1e-3, value_lr=1e-3, minibatch_size=128, micro_batch_size=128, epochs=4),
+        evaluate=success,
+    )
+    curve = [row["success"] for row in result.history if "success" in row]
+    before = success(imitating_gaussian(None, None))["success"]
+    assert 0.2 < before < 0.55
+    assert curve[-1] >= 0.9, curve
 
 
 @pytest.mark.slow
