@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ Make = Callable[..., LocalEngine]
 def make(tmp_path: Path) -> Iterator[Make]:
     """Builds engines. At the end: no process, thread, descriptor or shared memory of theirs is left."""
     engines: list[LocalEngine] = []
+    gc.collect()  # what earlier tests left in cycles is closed now, or with it, not in between
     names, descriptors = set(os.listdir("/dev/shm")), num_descriptors()
 
     def build(script: dict[str, Any] | None = None, num_workers: int = 1, **settings: Any) -> LocalEngine:
@@ -44,6 +46,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     assert not children()
     assert set(os.listdir("/dev/shm")) <= names
     engines.clear()
+    gc.collect()
     # multiprocessing keeps one descriptor of its resource tracker from the first process on
     assert num_descriptors() <= descriptors + 1
 
