@@ -131,8 +131,15 @@ class FlowMLPPolicy(FlowPolicy):
         """Action chunks float32 [B, H, A_env]; train mode as `FlowPolicy.explore`, with `keys`.
 
         num_steps, noise [B, H, A]: of eval mode, by default the configuration's steps and fresh noise.
+        Raises ValueError for an unknown mode, and for arguments of the other one.
         """
+        if mode not in ("eval", "train"):
+            raise ValueError(f"mode must be 'eval' or 'train', got {mode!r}")
+        if mode == "eval" and keys is not None:
+            raise ValueError("keys are of mode='train'; pass noise")
         if mode == "train":
+            if num_steps is not None or noise is not None:
+                raise ValueError("num_steps and noise are of mode='eval'; explore_with and keys decide in train mode")
             return self.explore(env_obs, compute_values=compute_values, keys=keys)
         with torch.no_grad():
             states = self.record_observation(env_obs)["states"]

@@ -185,9 +185,14 @@ class FlowSDE:
 
         chains: [N, K + 1, H, A] of `sample`, in the dtype in which they were kept. steps: int64 [N], all 0..K - 1. One
         call of `velocity_fn` with every row at its own time. flow_noise takes K calls, and the mean over the K
-        transitions and the start, as RLinf's joint log-probability.
+        transitions and the start, as RLinf's joint log-probability. ValueError for chains of another number of steps.
         """
         self._check_std(std_fn)
+        if chains.shape[1] != self.num_steps + 1:
+            raise ValueError(
+                f"chains have {chains.shape[1] - 1} steps, this process {self.num_steps}: replay with the num_steps of "
+                "sampling"
+            )
         chains = chains.float()
         if self.is_joint:
             return self._joint_log_prob(velocity_fn, chains, std_fn)
@@ -216,7 +221,10 @@ class FlowSDE:
 
 
 def to_noise_time(velocity_fn: VelocityFn) -> VelocityFn:
-    """Adapts a model whose time runs from noise (0) to data (1), with velocity data - noise: GR00T, MolmoAct2."""
+    """Adapts a model whose time runs from noise, 0, to data, 1, with data - noise as velocity (GR00T, MolmoAct2).
+
+    1 - time is exact to float32 only: a model that cuts its time to whole buckets must round it first.
+    """
     return lambda x, time: -velocity_fn(x, 1 - time)
 
 

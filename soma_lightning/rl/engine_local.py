@@ -179,7 +179,8 @@ class LocalEngine(RolloutEngine):
         Credit that is submitted afterwards is used as before."""
         with self._changed:
             self._check_running()
-            self._is_draining, self._schedule.credit = True, 0
+            self._is_draining = True
+            self._schedule.withdraw()
             try:
                 self._changed.wait_for(lambda: not self._running() or self._error is not None, deadline_s)
                 late = self._running()
@@ -189,7 +190,7 @@ class LocalEngine(RolloutEngine):
                 self._changed.wait_for(lambda: not self._running() or self._error is not None)
             finally:
                 self._is_draining = False
-        return len(late)
+            return sum(not worker.is_alive for worker in late)
 
     def stop(self) -> None:
         monitor, self._monitor = self._monitor, None
@@ -411,7 +412,7 @@ class LocalEngine(RolloutEngine):
     def _lose(self, worker: RolloutWorker, reason: str) -> None:
         """The fragment that `worker` was at came to nothing; another one may begin for it."""
         assert worker.running is not None
-        self._schedule.lose(worker.running, credit=not self._is_draining)
+        self._schedule.lose(worker.running)
         self._stats.lost += 1
         self._last_loss = reason
         self._now_idle(worker)

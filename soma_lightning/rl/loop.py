@@ -114,6 +114,8 @@ def train_ppo(
     Raises ValueError for settings that do not fit, and RuntimeError when rollout processes keep failing.
     """
     ppo = PPOConfig() if ppo is None else ppo
+    if evaluate_every < 1:
+        raise ValueError(f"evaluate_every={evaluate_every} must be at least 1; leave evaluate out for no evaluation")
     if fabric is None:
         fabric = Fabric(accelerator="cpu", devices=1, strategy="somaspeed")
     make_policy = partial(build_policy, dict(model), flow)

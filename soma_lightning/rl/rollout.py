@@ -153,6 +153,11 @@ class PolicyCollector:
             self._observed(), mode="train", compute_values=True, **self._keys()
         )
         executed = np.asarray(actions, np.float32)[:, : self.settings.executed_steps]
+        if executed.shape[1] < self.settings.executed_steps:
+            raise ValueError(
+                f"executed_steps={self.settings.executed_steps} is more than the {executed.shape[1]} actions that the "
+                "policy predicts"
+            )
         self._observation = None
         outcomes = self.envs.execute(everyone, executed)
         row = {

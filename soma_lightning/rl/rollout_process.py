@@ -64,10 +64,12 @@ def main(
     os.environ.clear()
     os.environ.update(environment)
     try:
-        RolloutProcess(connection, worker, build, *settings).run()
+        process = RolloutProcess(connection, worker, build, *settings)
+        process.run()
+        process.close()
     except (BrokenPipeError, ConnectionResetError):  # the learner's process is gone
         return
-    except Exception:  # reported to the learner with its traceback
+    except Exception:  # reported to the learner with its traceback, which then ends this process and its group
         _report(connection, traceback.format_exc())
 
 
@@ -120,15 +122,16 @@ class RolloutProcess:
         """Collects until the learner says stop."""
         from soma_lightning.rl.blocks import lay_out
 
-        try:
-            self._send("ready", lay_out(self._targets))
-            threading.Thread(target=self._listen, name="listener", daemon=True).start()
+        self._send("ready", lay_out(self._targets))
+        threading.Thread(target=self._listen, name="listener", daemon=True).start()
+        begin = time.perf_counter()
+        while (number := self._credits.get()) is not None:
+            self._collect(number, time.perf_counter() - begin)
             begin = time.perf_counter()
-            while (number := self._credits.get()) is not None:
-                self._collect(number, time.perf_counter() - begin)
-                begin = time.perf_counter()
-        finally:
-            self._collector.close()
+
+    def close(self) -> None:
+        """Closes the collector."""
+        self._collector.close()
 
     def _collect(self, number: int, credit_waited: float) -> None:
         from soma_lightning.rl.engine import FragmentLostError

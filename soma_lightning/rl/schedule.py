@@ -21,6 +21,7 @@ class Schedule:
         self.first_version = 0  # a resumed run goes on with its own count of versions
         self._next = 0
         self._again: list[int] = []
+        self._withdrawn: set[int] = set()  # under way without credit to come back
         self._under_way: dict[int, int] = {}  # version at least, by number; from the beginning until it is taken
 
     @property
@@ -47,11 +48,17 @@ class Schedule:
         self._under_way[number] = version
         return number
 
-    def lose(self, number: int, *, credit: bool = True) -> None:
-        """Fragment `number` came to nothing; with `credit` another one may begin for it."""
+    def withdraw(self) -> None:
+        """Takes all credit back, that of the fragments under way too: none begins for one that is lost."""
+        self.credit = 0
+        self._withdrawn = set(self._under_way)
+
+    def lose(self, number: int) -> None:
+        """Fragment `number` came to nothing; another one may begin for it."""
         del self._under_way[number]
         heapq.heappush(self._again, number)
-        self.credit += credit
+        self.credit += number not in self._withdrawn
+        self._withdrawn.discard(number)
 
     def finish(self, number: int, version: int) -> None:
         """Fragment `number` is there; `version` acted, which may be newer than the one it was begun with."""
@@ -73,4 +80,5 @@ class Schedule:
     def take(self, number: int) -> None:
         """The learner has fragment `number`."""
         del self._under_way[number]
+        self._withdrawn.discard(number)
         self.consumed += 1

@@ -107,6 +107,20 @@ def test_acting_without_exploration() -> None:
         made.predict_action_batch(observation(), mode="train")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "act"}, "mode must be 'eval' or 'train', got 'act'"),
+        ({"mode": "train", "num_steps": 4}, "num_steps and noise are of mode='eval'"),
+        ({"mode": "train", "noise": torch.zeros(3, 4, 4)}, "num_steps and noise are of mode='eval'"),
+        ({"mode": "eval", "keys": [(0,), (1,), (2,)]}, "keys are of mode='train'"),
+    ],
+)
+def test_arguments_of_the_other_mode_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy().predict_action_batch(observation(), **arguments)
+
+
 def test_flow_noise_is_refused_where_there_is_no_network_for_it() -> None:
     with pytest.raises(ValueError, match="FlowMLPPolicy has no noise network"):
         FlowMLPPolicy(CONFIG).explore_with(FlowSDE(4, method="flow_noise"))

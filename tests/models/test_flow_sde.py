@@ -422,6 +422,12 @@ def test_a_model_whose_time_runs_from_noise_to_data() -> None:
     assert seen == [0.0, 0.25, 0.5, 0.75]
 
 
+def test_a_chain_of_another_number_of_steps_is_refused() -> None:
+    chains = FlowSDE(4).sample(velocity, FlowSDE(4).draw(keys(2), (H, A)))
+    with pytest.raises(ValueError, match="chains have 4 steps, this process 3"):
+        FlowSDE(3).log_prob(velocity, chains, torch.zeros(2, dtype=torch.int64))
+
+
 # -- Flow-Noise -------------------------------------------------------------------------------------------------------
 
 

@@ -323,47 +323,58 @@ def test_a_policy_that_is_no_flow_learns_by_the_same_update() -> None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def one_update(layout: str, micro_batch_size: int = 4) -> dict[str, Any]:
-    """Two epochs on 45 rows in minibatches of 16, the last of 13, on every rank."""
+#: layout and settings; minibatches of 22 leave one row, which only one of two ranks has.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "replicate": ("replicate", {}),
+    "fsdp": ("fsdp", {}),
+    "one row left": ("replicate", {"minibatch_size": 22}),
+    "one row left, sharded": ("fsdp", {"minibatch_size": 22}),
+    "critic alone": ("replicate", {"critic_warmup_updates": 1}),
+    "critic alone, sharded": ("fsdp", {"critic_warmup_updates": 1}),
+    "interpolated": ("fsdp", {"interpolate_proximal": True, "recompute_log_probs": False}),
+}
+
+
+def one_update(layout: str, **changes: Any) -> dict[str, Any]:
+    """Two epochs on 45 rows in ragged minibatches of micro-batches of 4, on every rank."""
     policy = flow_policy()
     fragments = collect(policy)
-    learner = PPOLearner(fabric_of(layout), policy, PPOConfig(**{**SETTINGS, "micro_batch_size": micro_batch_size}))
+    learner = PPOLearner(fabric_of(layout), policy, PPOConfig(**{**SETTINGS, "micro_batch_size": 4, **changes}))
     logged = learner.update(fragments)
     return {"logged": logged, "snapshot": {n: t.clone() for n, t in learner.snapshot().items()}}
 
 
-def two_layouts() -> dict[str, Any]:
-    return {layout: one_update(layout) for layout in ("replicate", "fsdp")}
+def every_case() -> dict[str, Any]:
+    return {name: one_update(layout, **changes) for name, (layout, changes) in CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks_run(two_layouts, tmp_path_factory.mktemp("two"))
+    return ranks_run(every_case, tmp_path_factory.mktemp("two"))
 
 
-def assert_equal_to_one_rank(found: dict[str, Any]) -> None:
+def assert_equal_to_one_rank(found: dict[str, Any], **changes: Any) -> None:
     policy = flow_policy()
     fragments = collect(policy)
-    learner = learner_of(policy)
-    logged = learner.update(fragments)
+    logged = learner_of(policy, **changes).update(fragments)
     assert difference(found["snapshot"], whole(policy)) <= 1e-6
     assert set(found["logged"]) == set(logged)
     for name, value in logged.items():
         assert found["logged"][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.parametrize("layout", ["replicate", "fsdp"])
-def test_two_ranks_equal_one(on_two: list[dict[str, Any]], layout: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(on_two: list[dict[str, Any]], case: str) -> None:
     for rank in on_two:
-        assert_equal_to_one_rank(rank[layout])
+        assert_equal_to_one_rank(rank[case], **CASES[case][1])
 
 
-@pytest.mark.parametrize("layout", ["replicate", "fsdp"])
-def test_a_snapshot_is_whole_on_every_rank(on_two: list[dict[str, Any]], layout: str) -> None:
+@pytest.mark.parametrize("case", ["replicate", "fsdp"])
+def test_a_snapshot_is_whole_on_every_rank(on_two: list[dict[str, Any]], case: str) -> None:
     names = {name for name, _ in flow_policy().named_parameters()}
     for rank in on_two:
-        assert set(rank[layout]["snapshot"]) == names
-    first, second = (rank[layout]["snapshot"] for rank in on_two)
+        assert set(rank[case]["snapshot"]) == names
+    first, second = (rank[case]["snapshot"] for rank in on_two)
     assert difference(first, second) == 0
     flow_policy().load_state_dict(first)
 

@@ -39,8 +39,13 @@ def test_a_lost_fragment_begins_again_under_its_number():
     assert begun(schedule, 0) == [0, 1]
     schedule.lose(0)
     assert begun(schedule, 0) == [0]
-    schedule.lose(1, credit=False)
+    schedule.withdraw()
+    schedule.lose(1)
     assert begun(schedule, 0) == []
+    schedule.credit = 1
+    assert begun(schedule, 0) == [1]
+    schedule.lose(1)
+    assert begun(schedule, 0) == [1], "it was begun with new credit"
 
 
 def test_a_place_is_kept_for_an_older_fragment_that_still_runs():
