@@ -120,6 +120,7 @@ class FlowPolicy(BasePolicy):
         Log-probabilities are elementwise and in float32: which actions were executed, and so count, is the learner's.
         Raises RuntimeError before `explore_with`.
         """
+        self._sde()  # before anything is computed
         return self._replay(forward_inputs, self.context_of(forward_inputs), with_values=True)
 
     @torch.no_grad()

@@ -71,6 +71,8 @@ class PI05Policy(PI05Exploration):
         if statistics is not None:
             self.set_statistics(statistics)
         self.model = PI05Model(self.config)
+        # Of the object, not of the class: a class attribute would hide the module that `add_value_head` puts here.
+        self.value_head = None
         self._queue: deque[Tensor] = deque()
 
     # -- what the policy is -------------------------------------------------------------------------------------------
@@ -300,7 +302,7 @@ class PI05Policy(PI05Exploration):
         self,
         env_obs: EnvObservation,
         mode: Mode = "eval",
-        compute_values: bool = False,
+        compute_values: bool | None = None,
         num_steps: int | None = None,
         noise: Tensor | None = None,
         keys: Sequence[Sequence[int]] | None = None,
@@ -309,6 +311,7 @@ class PI05Policy(PI05Exploration):
 
         Cameras that the environment offers and the policy does not have are left out. num_steps and noise as in
         `sample_actions`, of eval mode; result then holds "num_steps". keys: of train mode (see `FlowPolicy.explore`).
+        compute_values: None computes them in train mode.
         Raises NotImplementedError for mode="train" and compute_values=True before `explore_with` and `add_value_head`,
         ValueError for arguments of the other mode.
         """
@@ -321,7 +324,7 @@ class PI05Policy(PI05Exploration):
         if mode == "train":
             if num_steps is not None or noise is not None:
                 raise ValueError("num_steps and noise are of mode='eval'; explore_with and keys decide in train mode")
-            return self.explore(env_obs, compute_values=compute_values, keys=keys)
+            return self.explore(env_obs, compute_values=compute_values is not False, keys=keys)
         if keys is not None:
             raise ValueError("keys are of mode='train'; pass noise")
         actions = self.sample_actions(self.observed_batch(env_obs), noise, num_steps)
@@ -396,6 +399,7 @@ class PI05Policy(PI05Exploration):
         is_whole = self.frozen_precision is None and self.model.has_prefix
         source = None if is_whole else self.loaded_from
         weights: dict[str, Any] = {"optimizer": optimizer, "values": values, "frozen_from": source}
+        critic = self.whole_value_head()
         if self.is_sharded and get_rank() != 0:
             save_weights(self.model, None, layout, **weights)
             return
@@ -406,7 +410,7 @@ class PI05Policy(PI05Exploration):
                 save_side_files(new, layout, self.config, self.statistics)
             if self.config.tokenizer == BUILTIN:
                 self.processor.prompts.tokenizer.save_pretrained(new)
-            self.save_value_head(new)
+            self.save_value_head(critic, new)
 
     @classmethod
     def from_pretrained(

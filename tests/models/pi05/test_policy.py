@@ -212,18 +212,18 @@ def test_policy_keeps_the_contract(make_policy, observation):
     check = check_policy(make_policy().eval(), observation)
     assert check.passed, str(check)
     assert check.action_shape == (2, 8, 7)
-    assert check.train_mode.startswith("not implemented (mode='train' needs the reinforcement learning part")
+    assert check.train_mode.startswith("not implemented (mode='train' needs stochastic flow steps: call explore_with")
 
 
 def test_train_mode_and_values_need_another_part(make_policy, observation):
     policy = make_policy()
-    with pytest.raises(NotImplementedError, match="mode='train' needs the reinforcement learning part"):
+    with pytest.raises(NotImplementedError, match="mode='train' needs stochastic flow steps: call explore_with"):
         policy.predict_action_batch(observation, mode="train")
-    with pytest.raises(NotImplementedError, match="compute_values=True needs the reinforcement learning part"):
+    with pytest.raises(NotImplementedError, match="compute_values=True needs stochastic flow steps"):
         policy.predict_action_batch(observation, compute_values=True)
     with pytest.raises(ValueError, match="mode must be 'eval' or 'train', got 'test'"):
         policy.predict_action_batch(observation, mode="test")
-    with pytest.raises(NotImplementedError, match=r"PI05Policy does not implement default_forward\(\)"):
+    with pytest.raises(RuntimeError, match=r"PI05Policy explores by stochastic steps: call explore_with"):
         policy(forward_inputs={})
 
 
