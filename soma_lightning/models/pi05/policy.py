@@ -71,6 +71,7 @@ class PI05Policy(PI05Exploration):
         if statistics is not None:
             self.set_statistics(statistics)
         self.model = PI05Model(self.config)
+        # Of the object, not of the class: a class attribute would hide the module that `add_value_head` puts here.
         self.value_head = None
         self._queue: deque[Tensor] = deque()
 
@@ -401,6 +402,7 @@ class PI05Policy(PI05Exploration):
         is_whole = self.frozen_precision is None and self.model.has_prefix
         source = None if is_whole else self.loaded_from
         weights: dict[str, Any] = {"optimizer": optimizer, "values": values, "frozen_from": source}
+        critic = self.whole_value_head()
         if self.is_sharded and get_rank() != 0:
             save_weights(self.model, None, layout, **weights)
             return
@@ -411,7 +413,7 @@ class PI05Policy(PI05Exploration):
                 save_side_files(new, layout, self.config, self.statistics)
             if self.config.tokenizer == BUILTIN:
                 self.processor.prompts.tokenizer.save_pretrained(new)
-            self.save_value_head(new)
+            self.save_value_head(critic, new)
 
     @classmethod
     def from_pretrained(
