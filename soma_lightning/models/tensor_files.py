@@ -105,17 +105,28 @@ def _mapped_state_dict(file: Path) -> dict[str, Tensor]:
             f"{file} holds more than tensors, and reading that would run code of the file ({reason}); save its state "
             "dict alone: torch.save(model.state_dict(), path)"
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # of every kind: a damaged pickle may ask for anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"{file} is no readable file of torch.save ({reason}); it may be damaged, cut short or of the old format"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}; a state dict (name -> tensor) is needed")
-    others = [f"{name} ({type(value).__name__})" for name, value in content.items() if not isinstance(value, Tensor)]
+    others = [f"{name} ({why})" for name, value in content.items() if (why := _why_unusable(name, value))]
     if others:
-        raise ValueError(f"{file} is no plain state dict: {', '.join(others[:5])} hold no tensor")
+        raise ValueError(f"{file} is no plain state dict: {', '.join(others[:5])} hold no usable tensor")
     return content
+
+
+def _why_unusable(name: object, value: object) -> str | None:
+    """What an entry of a state dict is, if it is no tensor with values under a name."""
+    if not isinstance(name, str):
+        return f"its name is of type {type(name).__name__}"
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_nested or value.is_quantized or value.layout != torch.strided:
+        return "no dense tensor"
+    return "without values, on the meta device" if value.is_meta else None
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -78,6 +78,9 @@ class Surprise:
         ({"w": torch.ones(2), "x": Surprise()}, "holds more than tensors, .*run code"),
         ({"w": torch.ones(2), "step": 3}, r"no plain state dict: step \(int\)"),
         ([torch.ones(2)], "holds a list; a state dict"),
+        ({7: torch.ones(2)}, r"no plain state dict: 7 \(its name is of type int\)"),
+        ({"w": torch.ones(2).to_sparse()}, r"no plain state dict: w \(no dense tensor\)"),
+        ({"w": torch.ones(2, device="meta")}, r"no plain state dict: w \(without values, on the meta device\)"),
     ],
 )
 def test_what_is_no_state_dict_is_refused(
@@ -99,3 +102,15 @@ def test_damaged_files_of_torch_save_are_named(tmp_path: Path, damage: str) -> N
     with pytest.raises(ValueError, match="is no readable file of torch.save") as error:
         TensorFile(file)
     assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize("error", [KeyError(7), AttributeError("'str' object has no attribute 'dtype'"), IndexError()])
+def test_a_damaged_pickle_may_fail_in_any_way(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(ValueError, match=r"x\.pt is no readable file of torch.save"):
+        TensorFile(tmp_path / "x.pt")

@@ -50,14 +50,16 @@ _WRITTEN_BY_US = {
 def fetch_checkpoint(path_or_id: str | Path, revision: str | None = None) -> Path:
     """The local folder of a checkpoint: `path_or_id` itself, or the hub repository of that id, downloaded.
 
-    Raises FileNotFoundError for a folder that is not there, ValueError for a revision of a local folder, and OSError
-    with the ways out when the hub refuses or cannot be reached.
+    Raises FileNotFoundError for a folder that is not there, NotADirectoryError for a file, ValueError for a revision of
+    a local folder, and OSError with the ways out when the hub refuses or cannot be reached.
     """
     folder = Path(path_or_id)
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"revision={revision!r} has no effect on the local folder {folder}; leave it out")
         return folder
+    if folder.exists():
+        raise NotADirectoryError(f"{folder} is a file; pass the folder of the checkpoint, {folder.absolute().parent}")
     name = str(path_or_id)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"there is no checkpoint folder {folder} (and it is no hub id of the form owner/name)")
