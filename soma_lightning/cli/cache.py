@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from soma_lightning.cli.fit import SomaCLI, SomaParser, resolve_configs
 from soma_lightning.cli.parser import explain
 from soma_lightning.data.datamodule import LeRobotDataModule
+from soma_lightning.data.feature_cache import MEMORIES
 from soma_lightning.models.registry import load_extensions
 from soma_lightning.modules.base import PolicyModule
 
@@ -67,6 +68,11 @@ class CacheCLI(SomaCLI):
 
     def before_instantiate_classes(self) -> None:
         data = self.config["data"]
+        if self.config["out"] in MEMORIES:
+            raise ValueError(
+                f"--out {self.config['out']}: features in memory are gone when this command ends; name a folder, or "
+                f"train with --data.feature_cache {self.config['out']}"
+            )
         chosen = data["init_args"].get("feature_cache")
         if chosen not in (None, self.config["out"]):
             raise ValueError(

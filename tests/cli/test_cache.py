@@ -92,3 +92,8 @@ def test_a_folder_that_is_named_twice_is_refused(prepared, tmp_path, capsys):
     other = ["--out", str(tmp_path / "x"), "--data.feature_cache", str(tmp_path / "y")]
     assert soma("cache", prepared, tmp_path / "a", *other) == 2
     assert "differ; leave feature_cache out" in capsys.readouterr().err
+
+
+def test_features_are_not_made_for_a_memory_that_ends_with_the_command(prepared, tmp_path, capsys):
+    assert soma("cache", prepared, tmp_path / "a", "--out", "device") == 2
+    assert "--out device: features in memory are gone when this command ends" in capsys.readouterr().err

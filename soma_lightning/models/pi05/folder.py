@@ -23,6 +23,7 @@ from soma_lightning.models.pi05.checkpoint import WEIGHTS_FILE, CheckpointLayout
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.config_files import CONFIG_FILE, EXTRA_FILE
 from soma_lightning.models.pi05.tokenizer import BUILTIN, TOKENIZER_FILE
+from soma_lightning.models.tensor_files import write_safetensors
 
 STATISTICS_FILE = "statistics.json"
 NORM_STATS_FILE = "norm_stats.json"
@@ -145,8 +146,6 @@ def lerobot_would_agree(config: PI05Config) -> bool:
 
 
 def _save_pipelines(folder: Path, config: PI05Config, statistics: Statistics) -> None:
-    from safetensors.torch import save_file
-
     tensors = {
         f"{feature}.{name}": torch.from_numpy(np.asarray(value, np.float32))
         for feature, stats in statistics.items()
@@ -157,7 +156,7 @@ def _save_pipelines(folder: Path, config: PI05Config, statistics: Statistics) ->
         for index, step in enumerate(steps):
             if step["registry_name"] in (_NORMALIZER, _UNNORMALIZER):
                 step["state_file"] = f"{name}_step_{index}_{step['registry_name']}.safetensors"
-                save_file(tensors, folder / step["state_file"])
+                write_safetensors(folder / step["state_file"], tensors)
         (folder / f"{name}.json").write_text(json.dumps({"name": name, "steps": steps}, indent=2))
 
 
