@@ -29,6 +29,9 @@ class CacheFiller(LightningModule):
     def setup(self, stage: str) -> None:
         self.module.setup(stage)
 
+    def on_predict_start(self) -> None:
+        self.module.check_precision()
+
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         self.module.fill_features(batch)
 

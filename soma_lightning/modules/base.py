@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,6 +52,9 @@ class TrainingConfig:
     export: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("lr", "final_lr", "eps", "weight_decay", "state_noise"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
         if self.lr <= 0 or not 0 <= self.final_lr <= self.lr:
             raise ValueError(f"lr={self.lr} must be positive and final_lr={self.final_lr} must lie in 0..lr")
         if self.flow_draws < 1:
@@ -58,8 +62,8 @@ class TrainingConfig:
         for name in ("sample_batches", "weight_decay", "eps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas} must lie in [0, 1)")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
         if self.state_noise < 0:
             raise ValueError(f"state_noise={self.state_noise} is a standard deviation and cannot be negative")
         if not 0 <= self.warmup_steps <= self.decay_steps or self.decay_steps < 1:
@@ -125,6 +129,9 @@ class PolicyModule(LightningModule):
     def on_validation_model_train(self) -> None:
         super().on_validation_model_train()
         self._check_frozen()
+
+    def check_precision(self) -> None:
+        """Raises ValueError when the Trainer's precision would round what the policy keeps; here nothing is known."""
 
     # -- cached features --------------------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ class PI05Module(PolicyModule):
         statistics: Literal["data", "checkpoint"] = "data",
         training: TrainingConfig = PUBLIC_RECIPE,
     ) -> None:
+        if "trainable" in (config or {}):
+            raise ValueError("config must not say what trains: set trainable itself, e.g. trainable='all'")
         changes = {**(config or {}), "trainable": trainable}
         if pretrained is None and revision is not None:
             raise ValueError(f"revision={revision!r} has no effect without pretrained; set pretrained to a hub id")
@@ -99,8 +101,7 @@ class PI05Module(PolicyModule):
                 check_replaceable(root / name)
 
     def on_fit_start(self) -> None:
-        self._use_cuda_graphs()
-        self.policy.model.check_dtypes()  # the Trainer has applied its precision by now
+        self._start()
         if self.policy.loaded_from is not None and self.trainer.ckpt_path is None:  # a resumed run has its masters
             for optimizer in filter(has_masters, self.trainer.optimizers):
                 self.policy.seed_masters(optimizer)
@@ -141,11 +142,24 @@ class PI05Module(PolicyModule):
             description["config"]["lora"] = {**asdict(lora), "full": list(lora.full)}
         return description
 
-    def _use_cuda_graphs(self) -> None:
-        if self.cuda_graphs:
+    def check_precision(self) -> None:
+        self.policy.model.check_dtypes()
+
+    def _start(self) -> None:
+        """Before anything runs: the Trainer has placed the policy and applied its precision by now."""
+        self.check_precision()
+        if not self.cuda_graphs:
+            return
+        if self.policy.model.graphs is None:
             self.policy.model.use_cuda_graphs()
-            with self.trainer.precision_plugin.forward_context():
-                self.policy.model.graphs.check()
+        with self.trainer.precision_plugin.forward_context():
+            self.policy.model.graphs.check()
 
     def on_validation_start(self) -> None:
-        self.policy.model.check_dtypes()  # for Trainer.validate, which starts no fit
+        self._start()
+
+    def on_test_start(self) -> None:
+        self._start()
+
+    def on_predict_start(self) -> None:
+        self._start()

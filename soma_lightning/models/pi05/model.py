@@ -187,14 +187,18 @@ class PI05Model(nn.Module):
         """Layers with trainable parameters keep their inputs only, and run again in the backward pass.
 
         Frozen layers leave nothing behind that could be spared, and stay as they are. Call it once, after everything
-        that decides what trains. Raises ValueError when CUDA graphs are on, whose memory is fixed by the recording.
+        that decides what trains. Raises ValueError when no layer trains, and when CUDA graphs are on, whose memory is
+        fixed by the recording.
         """
         if self.graphs is not None:
             raise ValueError("gradient checkpointing and CUDA graphs exclude each other; use one of them")
         if self.gradient_checkpointing:
             raise ValueError("gradient checkpointing is on already")
+        blocks = self.trainable_blocks()
+        if not blocks:
+            raise ValueError("gradient checkpointing would change nothing, because no layer trains; leave it out")
         self.gradient_checkpointing = True
-        for block in self.trainable_blocks():  # no layer draws random numbers
+        for block in blocks:  # no layer draws random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
     def trainable_blocks(self) -> list[nn.Module]:

@@ -357,6 +357,9 @@ def test_builder_of_the_registry(make_policy, tmp_path):
     ("cfg", "message"),
     [
         ({"size": "tiny", "is_lora": True, "trainable": "all"}, "trainable='all' has no effect with lora"),
+        ({"size": "tiny", "is_lora": "false"}, "is_lora='false' must be true or false"),
+        ({"size": "tiny", "cuda_graphs": "false"}, "cuda_graphs='false' must be true or false"),
+        ({"size": "tiny", "dtype": "bfloat16"}, r"precision \(float32\) and dtype='bfloat16' contradict each other"),
         ({"size": "small"}, "size='small' is unknown; known: base, tiny"),
         ({"size": "tiny", "chunk": 4}, r"no configuration field 'chunk'; nearest: \['chunk_size'"),
         ({"size": "tiny", "revision": "x"}, "revision='x' has no effect without model_path"),
