@@ -33,7 +33,7 @@ class TrainingConfig:
 
     lr, final_lr: peak and last learning rate. warmup_steps, decay_steps: shrunk in proportion in shorter runs.
     flow_draws: (noise, time) draws per sample, which share one prefix. state_noise: standard deviation added to the
-    normalised state in training. ema_decay: average of the trained parameters, used in validation and export.
+    normalised state in training. ema_decay: average of the trained parameters, used in all but training.
     sample_batches: validation batches on which actions are sampled and compared with the recorded ones.
     export: write the policy to `<default_root_dir>/policy` when the fit ends.
     """
