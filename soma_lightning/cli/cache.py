@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,6 +17,7 @@ from soma_lightning.cli.fit import SomaCLI, SomaParser, resolve_configs
 from soma_lightning.cli.parser import explain
 from soma_lightning.data.datamodule import LeRobotDataModule
 from soma_lightning.data.feature_cache import MEMORIES
+from soma_lightning.locks import lock_file
 from soma_lightning.models.registry import load_extensions
 from soma_lightning.modules.base import PolicyModule
 
@@ -106,10 +109,28 @@ def parse() -> CacheCLI:
     return cli
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within the block no other `soma cache` fills `folder`: both would compute and keep every frame.
+
+    Raises ValueError when one does.
+    """
+    target = folder.resolve()
+    path = target.with_name(f".{target.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = lock_file(path, f"another soma cache fills {folder}; wait for it, or choose another --out")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.close()
+
+
 def fill(cli: CacheCLI) -> None:
     """Runs the backbone over every frame that the folder lacks."""
     module, data = cast(PolicyModule, cli.model), cast(LeRobotDataModule, cli.datamodule)
-    cli.trainer.predict(CacheFiller(module), datamodule=EveryFrame(data), return_predictions=False)
+    with alone(Path(cli.config["out"])) if cli.trainer.is_global_zero else nullcontext():
+        cli.trainer.predict(CacheFiller(module), datamodule=EveryFrame(data), return_predictions=False)
     if cli.trainer.is_global_zero and data.features is not None:
         facts = data.features.report_facts()
         print(f"{facts['where']}: {facts['stored_samples']:,} of {facts['expected_samples']:,} samples")
