@@ -156,6 +156,11 @@ class FeatureCache:
         """Samples that are stored."""
         return int(self.present.sum())
 
+    @property
+    def bytes_a_number(self) -> float | None:
+        """What `dtype` takes, without scales; None for the policy's own numbers."""
+        return {"auto": None, "bfloat16": 2.0, "float8_e4m3fn": 1.0}[self.dtype]
+
     def take_hit_percent(self) -> float:
         """Share of the samples since the last call that were there already; starts counting anew."""
         percent = 100.0 * self.hits / max(1, self.lookups)

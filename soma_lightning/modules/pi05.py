@@ -126,12 +126,16 @@ class PI05Module(PolicyModule):
         data: Any = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
         if not all(hasattr(data, name) for name in ("batch_size", "cameras", "tasks")):
             return None
+        cache = self._feature_cache
+        is_stored = cache is not None and cache.where == "device"
         batch = Batch(
             rows=data.batch_size,
             cameras=len(data.cameras),
             prompt_tokens=self.policy.processor.longest_prompt(data.tasks),
             flow_draws=self.training_config.flow_draws,
-            features_cached=self._feature_cache is not None,
+            features_cached=cache is not None,
+            stored_samples=cache.expected if is_stored else 0,
+            stored_bytes=cache.bytes_a_number if is_stored else None,
         )
         masters = any(has_masters(optimizer) for optimizer in self.trainer.optimizers)
         return estimate_memory(self.policy.model, batch, masters=masters, average=self._ema is not None)

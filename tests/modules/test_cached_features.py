@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -202,6 +203,18 @@ def test_a_mixture_numbers_its_frames_apart_in_both_splits(recorded, make_run, t
     assert len(val) == len(data.val_data)
     assert not train & val
     assert min(val) >= 72, "the second source's numbers begin behind all frames of the first"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float8_e4m3fn"])
+def test_the_memory_estimate_counts_what_is_kept_on_the_device(make_run, recorded, dtype):
+    trainer, module, _ = make_run("run", max_epochs=1, max_steps=-1)
+    data = LeRobotDataModule(str(recorded), batch_size=8, feature_cache="device", feature_dtype=dtype)
+    trainer.fit(module, data)
+    facts = data.features.report_facts()
+    stored = facts["bytes_per_sample"] * facts["expected_samples"]
+    assert module.memory_estimate().features == pytest.approx(stored, rel=0.1)
+    report = json.loads((Path(trainer.default_root_dir) / "run_report.json").read_text())
+    assert "stored features" in report["model"]["memory_estimate"]
 
 
 # -------------------------------------------------------------------- what cannot be cached
