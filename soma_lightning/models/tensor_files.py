@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -100,15 +101,14 @@ def _mapped_state_dict(file: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{file} holds more than tensors, and reading that would run code of the file ({reason}); save its state "
-            "dict alone: torch.save(model.state_dict(), path)"
+            f"{file} holds more than tensors, and reading that would run code of the file ({load_failure(error)}); "
+            "save its state dict alone: torch.save(model.state_dict(), path)"
         ) from error
     except Exception as error:  # of every kind: a damaged pickle may ask for anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{file} is no readable file of torch.save ({reason}); it may be damaged, cut short or of the old format"
+            f"{file} is no readable file of torch.save ({load_failure(error)}); it may be damaged, cut short or of the "
+            "old format"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}; a state dict (name -> tensor) is needed")
@@ -116,6 +116,16 @@ def _mapped_state_dict(file: Path) -> dict[str, Tensor]:
     if others:
         raise ValueError(f"{file} is no plain state dict: {', '.join(others[:5])} hold no usable tensor")
     return content
+
+
+def load_failure(error: Exception) -> str:
+    """Why torch.load(weights_only=True) failed, in one line and without its advice to trust the file."""
+    asked = re.search(r"GLOBAL (\S+)", str(error))
+    if asked:
+        return f"it asks for {asked[1]}"
+    return (
+        next(iter(str(error).splitlines()), "").partition(" This file can still be loaded")[0] or type(error).__name__
+    )
 
 
 def _why_unusable(name: object, value: object) -> str | None:

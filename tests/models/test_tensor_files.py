@@ -75,7 +75,10 @@ class Surprise:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"w": torch.ones(2), "x": Surprise()}, "holds more than tensors, .*run code"),
+        (
+            {"w": torch.ones(2), "x": Surprise()},
+            r"holds more than tensors, .*run code of the file \(it asks for print\);",
+        ),
         ({"w": torch.ones(2), "step": 3}, r"no plain state dict: step \(int\)"),
         ([torch.ones(2)], "holds a list; a state dict"),
         ({7: torch.ones(2)}, r"no plain state dict: 7 \(its name is of type int\)"),

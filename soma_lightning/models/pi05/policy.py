@@ -292,8 +292,8 @@ class PI05Policy(BasePolicy):
         Raises ValueError for batches, noise or steps that do not fit.
         """
         num_steps = self.config.num_inference_steps if num_steps is None else num_steps
-        if num_steps < 1:
-            raise ValueError(f"num_steps={num_steps} must be at least 1")
+        if not isinstance(num_steps, int) or num_steps < 1:
+            raise ValueError(f"num_steps={num_steps} must be a whole number, at least 1")
         batch = self._on_device(batch)
         prefix = self._prefix(batch, features)
         rows = len(prefix.lengths)
