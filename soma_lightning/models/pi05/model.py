@@ -154,12 +154,8 @@ class PI05Model(nn.Module):
         ValueError when the prefix trains, is in fp32, keeps its vision tower in fp32, or lies on a device without fp8
         products.
         """
-        config = self.config
+        check_fp8(self.config)
         first = next(self.prefix.parameters())
-        wanted = {"trainable": "expert", "dtype": "bfloat16", "islands": "openpi"}
-        for name, value in wanted.items():
-            if getattr(config, name) != value:
-                raise ValueError(f"frozen_precision='fp8' needs {name}={value!r}, got {getattr(config, name)!r}")
         if any(p.requires_grad for p in self.prefix.parameters()):
             raise ValueError("frozen_precision='fp8' needs a frozen prefix, but adapters of it train")
         if why := why_no_fp8(first.device):
@@ -260,6 +256,13 @@ class PI05Model(nn.Module):
             )
         if time.shape != x_t.shape[:1]:
             raise ValueError(f"time must be [N] = {tuple(x_t.shape[:1])}, got {tuple(time.shape)}")
+
+
+def check_fp8(config: PI05Config) -> None:
+    """Raises ValueError for a network whose frozen prefix has no fp8 form."""
+    for name, value in {"trainable": "expert", "dtype": "bfloat16", "islands": "openpi"}.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"frozen_precision='fp8' needs {name}={value!r}, got {getattr(config, name)!r}")
 
 
 def _frozen(module: nn.Module) -> Iterator[nn.Module]:

@@ -81,7 +81,8 @@ def test_the_registry_builds_it(folder):
         ({"frozen_precision": "fp8", "changes": CHANGES, "trainable": "all"}, "needs trainable='expert'"),
     ],
 )
-def test_what_cannot_be_in_fp8_is_refused(folder, more, message):
+def test_what_cannot_be_in_fp8_is_refused_before_weights_are_read(folder, more, message):
+    (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=message):
         PI05Policy.from_pretrained(folder, **more)
 
