@@ -14,7 +14,7 @@ from soma_lightning.contract import ACTION, IMAGE_PREFIX
 from soma_lightning.data import LeRobotDataModule
 from soma_lightning.data.feature_cache import SAMPLES
 from soma_lightning.models.features import stack_samples
-from soma_lightning.models.pi05.prefix import PrefixCache
+from soma_lightning.models.pi05.prefix import KEYS_VALUES, PrefixCache
 from soma_lightning.modules import PI05Module
 from soma_lightning.modules.base import TrainingConfig
 from tests.ranks import ranks_run
@@ -87,6 +87,16 @@ def test_sampled_actions_are_the_live_ones(connected):
         for features in ({}, {"features": cache.features(policy, batch)})
     )
     assert torch.equal(live, cached)
+
+
+def test_features_of_a_padded_batch_are_read_as_they_are(connected, monkeypatch):
+    policy, _, batch = connected
+    live = policy.sft_forward(batch, generator=torch.Generator().manual_seed(3))["loss"]
+    monkeypatch.setattr(policy.model.prefix, "bucket", 32)  # as compiled layers have it
+    features = policy.encode_features(batch)
+    assert features.parts[KEYS_VALUES].shape[2] > max(features.lengths)
+    cached = policy.sft_forward(batch, features=features, generator=torch.Generator().manual_seed(3))["loss"]
+    torch.testing.assert_close(cached, live)
 
 
 def test_a_prefix_survives_the_way_through_single_samples(connected):
