@@ -91,6 +91,7 @@ def test_sampled_actions_are_the_live_ones(connected):
 
 def test_features_of_a_padded_batch_are_read_as_they_are(connected, monkeypatch):
     policy, _, batch = connected
+    batch = {key: values[:2] for key, values in batch.items()}  # the third prompt is as long as prompts can be
     live = policy.sft_forward(batch, generator=torch.Generator().manual_seed(3))["loss"]
     monkeypatch.setattr(policy.model.prefix, "bucket", 32)  # as compiled layers have it
     features = policy.encode_features(batch)
