@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from soma_lightning.models.pi05.config import PI05Config, Trainable, changed_config
 from soma_lightning.models.pi05.folder import check_replaceable
 from soma_lightning.models.pi05.lora import LoRAConfig, add_lora, lora_facts, save_adapter
 from soma_lightning.models.pi05.memory import Batch, MemoryEstimate, estimate_memory
 from soma_lightning.models.pi05.policy import PI05Policy
+from soma_lightning.models.tensor_files import whole
 from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
 from soma_lightning.optim.masters import has_masters
 
@@ -106,6 +111,22 @@ class PI05Module(PolicyModule):
             for optimizer in filter(has_masters, self.trainer.optimizers):
                 self.policy.seed_masters(optimizer)
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.policy.frozen_precision is not None:
+            self._check_backbone(checkpoint.get("state_dict", {}))
+
+    def _check_backbone(self, weights: Mapping[str, Tensor]) -> None:
+        """What an export would copy from `pretrained` is the backbone that the checkpoint was trained on."""
+        mine, start = self.state_dict(), "policy.model.prefix."
+        for name, theirs in weights.items():
+            if name.startswith(start) and not _same_bits(theirs, whole(mine[name])):
+                raise ValueError(
+                    f"the checkpoint was trained on another backbone than that of {self.policy.loaded_from} "
+                    f"({name.removeprefix(start)} differs), which an export would take; name the pretrained folder of "
+                    "that run, unchanged"
+                )
+
     def export(self, folder: Path, **values: Any) -> None:
         """The policy, and its adapters in `adapter` beside it."""
         super().export(folder, **values)
@@ -167,3 +188,8 @@ class PI05Module(PolicyModule):
 
     def on_predict_start(self) -> None:
         self._start()
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    bits = (x.contiguous().view(-1).view(torch.uint8) for x in (one.to(other.device), other))
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)

@@ -320,7 +320,7 @@ def test_a_precision_that_casts_the_islands_is_refused(make_run, precision: str,
         getattr(trainer, loop)(module, data)
 
 
-@pytest.mark.parametrize("loop", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("loop", ["validate", "test", "predict"])
 def test_graphs_are_never_left_out(make_run, loop: str):
     trainer, module, data = make_run("run", model={"cuda_graphs": True})
     with pytest.raises(ValueError, match="CUDA graphs need a CUDA device"):
@@ -393,6 +393,29 @@ def test_a_backbone_in_fp8_stays_and_the_exported_policy_has_it_unrounded(make_r
 def test_fp8_needs_a_checkpoint():
     with pytest.raises(ValueError, match="frozen_precision='fp8' needs pretrained"):
         PI05Module(size="tiny", frozen_precision="fp8")
+
+
+def test_an_fp8_run_does_not_go_on_with_another_backbone(make_run, tmp_path: Path):
+    trainer, module, data = make_run("base", max_steps=1)
+    trainer.fit(module, data)
+    base = tmp_path / "base" / "policy"
+    module.policy.model.prefix.paligemma.language_model.layers[0].self_attn.k_proj.weight.data[0] += 0.1
+    module.policy.save_pretrained(tmp_path / "other")
+
+    def run(name: str, pretrained: Path, steps: int):
+        bf16 = {"dtype": "bfloat16", "islands": "openpi"}
+        model = {"size": None, "pretrained": str(pretrained), "frozen_precision": "fp8", "config": bf16}
+        return make_run(name, model=model, max_steps=steps)
+
+    trainer, module, data = run("first", base, 2)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer, module, data = run("second", tmp_path / "other", 4)
+    with pytest.raises(ValueError, match=r"another backbone than that of .*other \(.*k_proj.weight differs\)"):
+        trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    trainer, module, data = run("third", base, 4)
+    trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert trainer.global_step == 4
 
 
 def test_cuda_graphs_without_a_gpu_are_refused_before_the_first_batch(make_run):
