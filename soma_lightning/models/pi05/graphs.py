@@ -94,6 +94,8 @@ class ExpertGraphs:
 
     def velocity(self, prefix: PrefixCache, x_t: Tensor, time: Tensor) -> Tensor:
         """`ActionExpert.forward`, with gradients for its trainable parameters."""
+        if prefix.keys[0].requires_grad:
+            raise ValueError("the prefix trains, to which CUDA graphs of the expert would send no gradients")
         trained = [p for p in self.expert.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
 
         def run(inputs: _Inputs) -> Tensor:

@@ -133,7 +133,9 @@ class PI05Model(nn.Module):
         """Says what trains: "expert" freezes the whole prefix, "all_but_vision" the vision tower (its projector trains,
         as with lerobot's `freeze_vision_encoder`), "all" trains everything that the loss can reach.
 
-        The dead end of the last prefix layer stays frozen in all of them: it never gets a gradient.
+        The dead end of the last prefix layer stays frozen in all of them: it never gets a gradient. Call it before
+        anything that is made for what trains: raises ValueError after adapters, checkpointed layers, and for a prefix
+        in fp8 or beside CUDA graphs, which send it no gradients.
         """
         frozen = {
             "expert": [self.prefix],
@@ -142,10 +144,25 @@ class PI05Model(nn.Module):
         }
         if trainable not in frozen:
             raise ValueError(f"trainable={trainable!r} must be one of {list(get_args(Trainable))}")
+        self._check_changeable(trainable)
         self.requires_grad_(True)
         for module in frozen[trainable]:
             module.requires_grad_(False)
         self.train(self.training)
+
+    def _check_changeable(self, trainable: Trainable) -> None:
+        if self.lora is not None:
+            raise ValueError("adapters say what trains; build another model to train other parts")
+        if self.gradient_checkpointing:
+            raise ValueError("the layers that train are checkpointed already; freeze before that")
+        if trainable == "expert":
+            return
+        if self.graphs is not None:
+            raise ValueError(
+                f"trainable={trainable!r} and CUDA graphs of the expert exclude each other; use one of them"
+            )
+        if any(p.dtype == FP8 for p in self.prefix.parameters()):
+            raise ValueError(f"trainable={trainable!r}, but the prefix is in fp8, which does not train; leave out fp8")
 
     def quantize_frozen(self) -> None:
         """Stores the frozen prefix's matrices in fp8 and runs its products there (frozen_layers.py); not undone.

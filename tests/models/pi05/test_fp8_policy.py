@@ -87,6 +87,13 @@ def test_what_cannot_be_in_fp8_is_refused_before_weights_are_read(folder, more, 
         PI05Policy.from_pretrained(folder, **more)
 
 
+def test_a_prefix_in_fp8_is_not_thawed(folder):
+    policy = quantized(folder)
+    with pytest.raises(ValueError, match="the prefix is in fp8, which does not train"):
+        policy.model.freeze("all")
+    policy.model.freeze("expert")
+
+
 def test_fresh_weights_are_not_quantized(make_policy):
     with pytest.raises(ValueError, match="loaded from a checkpoint"):
         make_policy(**CHANGES).quantize_frozen("fp8")

@@ -146,6 +146,14 @@ def test_a_prefix_that_trains_would_get_no_gradients():
     model.freeze("all")
     with pytest.raises(ValueError, match="a part of the prefix trains"):
         model.use_cuda_graphs()
+    model.freeze("expert")
+    model.use_cuda_graphs()
+    with pytest.raises(ValueError, match="trainable='all' and CUDA graphs of the expert exclude each other"):
+        model.freeze("all")
+    prefix = make_prefix(1, 4, stacked=False, ragged=False, device="cpu")
+    prefix.keys[0].requires_grad_()
+    with pytest.raises(ValueError, match="the prefix trains"):
+        model.velocity(prefix, *draws(1, "cpu")[1:])
 
 
 def test_a_copied_model_has_no_graphs():

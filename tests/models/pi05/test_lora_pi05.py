@@ -260,3 +260,5 @@ def test_an_order_that_does_not_work_is_refused(make_policy):
     add_lora(policy.model, LoRAConfig())
     with pytest.raises(ValueError, match="adapters already"):
         add_lora(policy.model, LoRAConfig())
+    with pytest.raises(ValueError, match="adapters say what trains"):
+        policy.model.freeze("expert")

@@ -395,6 +395,9 @@ def test_training_everything_leaves_only_the_dead_end_frozen() -> None:
     assert not model.prefix.paligemma.vision_tower.training
     with pytest.raises(ValueError, match="trainable='head' must be one of .*'all_but_vision', 'all'"):
         model.freeze("head")  # type: ignore[arg-type]
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="checkpointed already; freeze before that"):
+        model.freeze("all")
 
 
 # -- precision --------------------------------------------------------------------------------------------------------
