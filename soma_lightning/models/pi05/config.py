@@ -134,11 +134,11 @@ class PI05Config:
             raise ValueError("cameras is empty; a pi0.5 policy needs at least one camera")
 
     def _check_numbers(self) -> None:
-        for name in ("time_beta_alpha", "time_beta_beta", "time_scale", "min_period", "max_period"):
+        for name in ("time_beta_alpha", "time_beta_beta", "min_period", "max_period"):
             if not 0 < getattr(self, name) < inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
         last = self.time_offset + self.time_scale
-        if not 0 <= self.time_offset < last <= 1 + 1e-6:
+        if not 0 <= self.time_offset <= last <= 1 + 1e-9:
             raise ValueError(
                 f"time_offset={self.time_offset} and time_scale={self.time_scale} put flow times into "
                 f"{self.time_offset}..{last}, beyond 0..1"
