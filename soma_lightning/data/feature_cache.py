@@ -43,6 +43,8 @@ def _check_place(where: str) -> None:
     """A slip in "device" or "pinned" would be the name of a folder, and fill the disk."""
     if not where:
         raise ValueError("feature_cache='' names no place; use 'device', 'pinned', a folder, or leave it out")
+    if "://" in where:
+        raise ValueError(f"feature_cache={where!r} must be a folder that this machine can map, not an address")
     if where in MEMORIES or "/" in where or Path(where).is_dir():
         return
     if get_close_matches(where.lower(), [*MEMORIES, *_OTHER_NAMES], 1, cutoff=0.7):

@@ -7,6 +7,7 @@ never touched; writing needs the values of one tensor at a time, wherever the ot
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -123,9 +124,8 @@ def load_failure(error: Exception) -> str:
     asked = re.search(r"GLOBAL (\S+)", str(error))
     if asked:
         return f"it asks for {asked[1]}"
-    return (
-        next(iter(str(error).splitlines()), "").partition(" This file can still be loaded")[0] or type(error).__name__
-    )
+    first_line = next(iter(str(error).splitlines()), "")
+    return first_line.partition(" This file can still be loaded")[0] or type(error).__name__
 
 
 def _why_unusable(name: object, value: object) -> str | None:
@@ -142,7 +142,8 @@ def _why_unusable(name: object, value: object) -> str | None:
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes `tensors` from wherever they are, each copied to the CPU when its turn comes; dtypes are kept.
 
-    DTensors are gathered, one at a time: the other ranks call `gather_in_turn` with theirs meanwhile.
+    The file appears whole or not at all: an earlier one, from which `tensors` may be mapped, stays until then. DTensors
+    are gathered, one at a time: the other ranks call `gather_in_turn` with theirs meanwhile.
     Raises ValueError for a dtype that the format does not name here.
     """
     unknown = {name: value.dtype for name, value in tensors.items() if value.dtype not in _NAMES}
@@ -157,12 +158,17 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little"))
-        out.write(text)
-        for name in order:
-            values = whole(tensors[name]).cpu().contiguous()
-            out.write(values.reshape(-1).view(torch.uint8).numpy().data)
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with aside.open("wb") as out:
+            out.write(len(text).to_bytes(8, "little"))
+            out.write(text)
+            for name in order:
+                values = whole(tensors[name]).cpu().contiguous()
+                out.write(values.reshape(-1).view(torch.uint8).numpy().data)
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def gather_in_turn(tensors: Mapping[str, Tensor]) -> None:

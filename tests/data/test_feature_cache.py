@@ -177,11 +177,13 @@ def test_a_file_is_no_folder(tmp_path):
         FolderStore(tmp_path / "notes", IDENTITY)
 
 
-@pytest.mark.parametrize("where", ["Device", "pinned ", "pined", "devices", "gpu", "CUDA", "ram", ""])
+@pytest.mark.parametrize(
+    "where", ["Device", "pinned ", "pined", "devices", "gpu", "CUDA", "ram", "", "s3://bucket/features"]
+)
 def test_a_slip_in_the_name_of_a_memory_makes_no_folder(where):
     with pytest.raises(ValueError, match="feature_cache="):
         check_feature_settings(where, "auto", augments=False)
-    for fine in ("device", "pinned", f"./{where}", "features", "outputs/device_features"):
+    for fine in ("device", "pinned", "./Device", "./gpu", "features", "outputs/device_features"):
         check_feature_settings(fine, "auto", augments=False)
 
 

@@ -117,3 +117,15 @@ def test_a_damaged_pickle_may_fail_in_any_way(
     monkeypatch.setattr(torch, "load", load)
     with pytest.raises(ValueError, match=r"x\.pt is no readable file of torch.save"):
         TensorFile(tmp_path / "x.pt")
+
+
+def test_a_file_is_rewritten_from_its_own_mapping_and_survives_an_error(tmp_path: Path) -> None:
+    file, tensors = tmp_path / "x.safetensors", some_tensors()
+    write_safetensors(file, tensors)
+    mapped = TensorFile(file)
+    write_safetensors(file, {name: mapped.read(name) for name in tensors})
+    assert same(load_file(file), tensors)
+    with pytest.raises(NotImplementedError):
+        write_safetensors(file, {**tensors, "without values": torch.ones(2, device="meta")})
+    assert same(load_file(file), tensors)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
