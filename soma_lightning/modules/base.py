@@ -260,8 +260,8 @@ class PolicyModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("soma_policy")
-        if saved is None:
-            raise ValueError("this checkpoint was not written by a policy module: it has no 'soma_policy' entry")
+        if not isinstance(saved, dict) or "draw_seed" not in saved:
+            raise ValueError("this checkpoint was not written by a policy module: it has no whole 'soma_policy' entry")
         self.draw_seed = saved["draw_seed"]
         self._resumed_schedule = tuple(saved["schedule"]) if "schedule" in saved else None
         mine = self._description()
