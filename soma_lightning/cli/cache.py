@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,6 +16,8 @@ from torch.utils.data import DataLoader
 from soma_lightning.cli.fit import SomaCLI, SomaParser, resolve_configs
 from soma_lightning.cli.parser import explain
 from soma_lightning.data.datamodule import LeRobotDataModule
+from soma_lightning.data.feature_cache import MEMORIES
+from soma_lightning.locks import lock_file
 from soma_lightning.models.registry import load_extensions
 from soma_lightning.modules.base import PolicyModule
 
@@ -27,6 +31,9 @@ class CacheFiller(LightningModule):
 
     def setup(self, stage: str) -> None:
         self.module.setup(stage)
+
+    def on_predict_start(self) -> None:
+        self.module.check_precision()
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         self.module.fill_features(batch)
@@ -67,6 +74,11 @@ class CacheCLI(SomaCLI):
 
     def before_instantiate_classes(self) -> None:
         data = self.config["data"]
+        if self.config["out"] in MEMORIES:
+            raise ValueError(
+                f"--out {self.config['out']}: features in memory are gone when this command ends; name a folder, or "
+                f"train with --data.feature_cache {self.config['out']}"
+            )
         chosen = data["init_args"].get("feature_cache")
         if chosen not in (None, self.config["out"]):
             raise ValueError(
@@ -97,10 +109,28 @@ def parse() -> CacheCLI:
     return cli
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within the block no other `soma cache` fills `folder`: both would compute and keep every frame.
+
+    Raises ValueError when one does.
+    """
+    target = folder.resolve()
+    path = target.with_name(f".{target.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = lock_file(path, f"another soma cache fills {folder}; wait for it, or choose another --out")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.close()
+
+
 def fill(cli: CacheCLI) -> None:
     """Runs the backbone over every frame that the folder lacks."""
     module, data = cast(PolicyModule, cli.model), cast(LeRobotDataModule, cli.datamodule)
-    cli.trainer.predict(CacheFiller(module), datamodule=EveryFrame(data), return_predictions=False)
+    with alone(Path(cli.config["out"])) if cli.trainer.is_global_zero else nullcontext():
+        cli.trainer.predict(CacheFiller(module), datamodule=EveryFrame(data), return_predictions=False)
     if cli.trainer.is_global_zero and data.features is not None:
         facts = data.features.report_facts()
         print(f"{facts['where']}: {facts['stored_samples']:,} of {facts['expected_samples']:,} samples")

@@ -22,9 +22,11 @@ def load_policy(
 
 
 def check_policy_options(policy_options: Mapping[str, Any] | None) -> None:
-    """Raises ValueError for options that name the model, which other options do."""
+    """Raises ValueError for options that name the model or its device, which other options do."""
     if set(policy_options or {}) & {"model_type", "model_path"}:
         raise ValueError(f"policy_options={policy_options} must not name the model: that is --policy and --model_type")
+    if "device" in (policy_options or {}):
+        raise ValueError(f"policy_options={policy_options} must not name the device: that is --device")
 
 
 def stored_type(policy: Path) -> str:

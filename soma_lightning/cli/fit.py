@@ -26,6 +26,7 @@ from soma_lightning.cli.parser import ShortErrors, explain
 from soma_lightning.data.statistics import RECIPES
 from soma_lightning.imports import is_available
 from soma_lightning.models.registry import load_extensions
+from soma_lightning.models.tensor_files import load_failure
 from soma_lightning.modules.base import PolicyModule
 from soma_lightning.plots import learning_curve
 
@@ -76,9 +77,8 @@ def check_checkpoint(path: Path) -> None:
     try:
         torch.load(path, map_location="meta", weights_only=True)  # structure only, no values are read
     except Exception as error:  # pickle and zip have errors of every kind
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ValueError(
-            f"--ckpt_path {path} is no readable checkpoint; it may be damaged or cut short ({reason})"
+            f"--ckpt_path {path} is no readable checkpoint; it may be damaged or cut short ({load_failure(error)})"
         ) from error
 
 

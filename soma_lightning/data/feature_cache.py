@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -17,19 +18,38 @@ from soma_lightning.data.feature_shards import FolderStore
 from soma_lightning.data.lerobot_images import GIB
 from soma_lightning.models.features import FrozenFeatures, stack_samples
 
+#: Places that are no folder, and what else they might be called.
+MEMORIES = ("device", "pinned")
+_OTHER_NAMES = ("gpu", "cuda", "cpu", "host", "memory", "ram")
 #: Key of a batch's sample numbers: a list of B ints, which stays on the host.
 SAMPLES = "feature_samples"
 
 
 def check_feature_settings(where: str | None, dtype: StoredDtype, *, augments: bool) -> None:
-    """Raises ValueError for settings of a data module that contradict each other."""
+    """Raises ValueError for settings of a data module that contradict each other, or mean something else."""
     check_stored_dtype(dtype)
+    if where is not None:
+        _check_place(where)
     if where is None and dtype != "auto":
         raise ValueError(f"feature_dtype={dtype!r} has no effect without feature_cache; set feature_cache, too")
     if where is not None and augments:
         raise ValueError(
             f"feature_cache={where!r} keeps the features of each image, but augment varies the images in every epoch; "
             "set augment='off', or leave feature_cache out"
+        )
+
+
+def _check_place(where: str) -> None:
+    """A slip in "device" or "pinned" would be the name of a folder, and fill the disk."""
+    if not where:
+        raise ValueError("feature_cache='' names no place; use 'device', 'pinned', a folder, or leave it out")
+    if "://" in where:
+        raise ValueError(f"feature_cache={where!r} must be a folder that this machine can map, not an address")
+    if where in MEMORIES or "/" in where or Path(where).is_dir():
+        return
+    if get_close_matches(where.lower(), [*MEMORIES, *_OTHER_NAMES], 1, cutoff=0.7):
+        raise ValueError(
+            f"feature_cache={where!r} is neither 'device' nor 'pinned'; for a folder of that name write './{where}'"
         )
 
 
@@ -138,6 +158,11 @@ class FeatureCache:
         """Samples that are stored."""
         return int(self.present.sum())
 
+    @property
+    def bytes_a_number(self) -> float | None:
+        """What `dtype` takes, without scales; None for the policy's own numbers."""
+        return {"auto": None, "bfloat16": 2.0, "float8_e4m3fn": 1.0}[self.dtype]
+
     def take_hit_percent(self) -> float:
         """Share of the samples since the last call that were there already; starts counting anew."""
         percent = 100.0 * self.hits / max(1, self.lookups)
@@ -156,7 +181,7 @@ class FeatureCache:
 
     def _opened(self, policy: FeaturePolicy) -> FeatureStore:
         policy.check_features_fixed()
-        if self.where in ("device", "pinned"):
+        if self.where in MEMORIES:
             return MemoryStore(cast(Literal["device", "pinned"], self.where), policy.device)
         kind = policy.device.type
         computing = {"autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None}

@@ -1,12 +1,13 @@
 """How are features kept in a folder, so that a killed run loses little and a later one can trust what is there?
 
 `cache.json` says what the features are of. Shards are safetensors files with the parts of each sample under
-"<sample>/<part>"; their headers are the only index. A shard is written aside, flushed to the disk and renamed: it is
-there whole or not at all.
+"<sample>/<part>"; their headers are the only index, and name the hash of `cache.json`'s values. A shard is written
+aside, flushed to the disk and renamed: it is there whole or not at all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from torch import Tensor
 #: A shard is closed when it holds this much.
 SHARD_BYTES = 256 * 2**20
 IDENTITY_FILE = "cache.json"
+_OF = "identity"  # in a shard's metadata: the hash of the identity
 _SHARDS, _PARTIAL = "*.safetensors", ".partial"
 #: A shard is written within seconds; one that is still aside after this was left by a run that was killed.
 _ABANDONED_S = 600.0
@@ -33,8 +35,8 @@ class FolderStore:
 
     identity: JSON values that decide the features. Samples of the shard in work are held in host memory until `flush`
     or until they are `SHARD_BYTES`; the others are mapped from the files.
-    Raises ValueError naming what differs for a folder of another identity, for one that holds other files, and for a
-    damaged file.
+    Raises ValueError naming what differs for a folder of another identity, for one that holds other files, for a shard
+    of another folder, and for a damaged file; OSError when there is no room.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
@@ -44,6 +46,9 @@ class FolderStore:
         self._shard_of: dict[int, Any] = {}  # sample -> the opened shard that it is in
         self._parts_of: dict[int, list[str]] = {}
         self._known: set[str] = set()
+        self._hash = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"feature_cache: '{folder}' is a file; name a folder, new or empty")
         folder.mkdir(parents=True, exist_ok=True)
         self._settle_identity(identity)
         self._remove_abandoned()
@@ -73,10 +78,18 @@ class FolderStore:
             return
         path = self.folder / f"{uuid.uuid4().hex}.safetensors"
         aside = path.with_name(path.name + _PARTIAL)
-        save_file({f"{key}/{name}": v for key, parts in self._pending.items() for name, v in parts.items()}, aside)
-        _to_disk(aside)
-        aside.replace(path)
-        _to_disk(self.folder)
+        tensors = {f"{key}/{name}": v for key, parts in self._pending.items() for name, v in parts.items()}
+        try:
+            save_file(tensors, aside, metadata={_OF: self._hash})
+            _to_disk(aside)
+            aside.replace(path)
+            _to_disk(self.folder)
+        except (SafetensorError, OSError) as error:  # the library's own error is no OSError
+            aside.unlink(missing_ok=True)
+            raise OSError(
+                f"a shard of the feature cache '{self.folder}' cannot be written ({error}); make room and start again: "
+                "the shards that are there are kept"
+            ) from error
         self._pending, self._pending_bytes = {}, 0
         self._open(path)
 
@@ -94,8 +107,11 @@ class FolderStore:
         try:
             shard = safe_open(path, framework="pt", device="cpu")
             names = list(shard.keys())  # type: ignore[no-untyped-call]
+            of = (shard.metadata() or {}).get(_OF)  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged ({error}); remove it, and its samples are computed again") from error
+        if of != self._hash:
+            raise ValueError(f"{path} holds features of something else than {IDENTITY_FILE} beside it says; remove it")
         found: dict[int, list[str]] = {}
         for key, name in (full_name.split("/", 1) for full_name in names):
             found.setdefault(int(key), []).append(name)
@@ -121,12 +137,22 @@ class FolderStore:
                 pass
             finally:
                 aside.unlink()
-        _check_same(self.folder, json.loads(path.read_text()), json.loads(json.dumps(identity)))
+        _check_same(self.folder, _read_identity(path), json.loads(json.dumps(identity)))
 
     def _remove_abandoned(self) -> None:
         for path in self.folder.glob(_SHARDS + _PARTIAL):
             if time.time() - path.stat().st_mtime > _ABANDONED_S:
                 path.unlink(missing_ok=True)
+
+
+def _read_identity(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); name another folder, or remove this one") from error
+    if not isinstance(found, dict) or not all(isinstance(group, dict) for group in found.values()):
+        raise ValueError(f"{path} does not say what the features are of; name another folder, or remove this one")
+    return found
 
 
 def _check_same(folder: Path, there: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

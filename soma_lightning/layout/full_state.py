@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -73,6 +74,16 @@ def own_slice(whole: Tensor, target: DTensor) -> Tensor:
         elif not isinstance(place, Replicate):
             raise ValueError(f"a parameter is placed {place}; only Shard and Replicate can take a slice of a file")
     return part
+
+
+def show_shards(root: Module) -> None:
+    """Frees parameters that a forward pass left gathered, so that those of `root` are its shards.
+
+    What is written to a shard is then what the next forward pass gathers.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def accept_full_tensors(root: Module) -> None:

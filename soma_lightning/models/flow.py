@@ -86,8 +86,8 @@ def interpolate(actions: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, T
 
 def euler_times(num_steps: int, device: torch.device | str | None = None) -> Tensor:
     """t_k = 1 - k / num_steps, float32 [num_steps]. Raises ValueError when num_steps is less than 1."""
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} must be at least 1")
+    if not isinstance(num_steps, int) or num_steps < 1:
+        raise ValueError(f"num_steps={num_steps} must be a whole number, at least 1")
     return (1 - torch.arange(num_steps, dtype=torch.float64) / num_steps).to(torch.float32).to(device)
 
 

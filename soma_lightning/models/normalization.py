@@ -166,8 +166,11 @@ def load_statistics(path: str | Path, features: Sequence[str] = (STATE, ACTION))
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
     entries: dict[str, Any] = content
     if "norm_stats" in content:
+        inner: Any = content["norm_stats"]
+        if not isinstance(inner, dict):
+            raise ValueError(f"{path}: 'norm_stats' must be an object of features, got {type(inner).__name__}")
         name_of = {theirs: ours for ours, theirs in _OPENPI_NAMES.items()}
-        entries = {name_of.get(name, name): stats for name, stats in content["norm_stats"].items()}
+        entries = {name_of.get(str(name), str(name)): stats for name, stats in inner.items()}
     statistics = {feature: _vectors(entries[feature], feature, path) for feature in features if feature in entries}
     if not statistics:
         wanted = " or ".join(repr(feature) for feature in features)

@@ -7,8 +7,8 @@ names are RLinf's); `check_policy` runs a policy through it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from soma_lightning.contract import EnvObservation
-from soma_lightning.models.features import FrozenFeatures
 
 Mode = Literal["train", "eval"]
 
@@ -341,12 +340,13 @@ def _gradient_problems(policy: nn.Module, replay: dict[str, Tensor]) -> list[str
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, FrozenFeatures) and isinstance(b, FrozenFeatures):
-        same_parts = set(a.parts) == set(b.parts) and all(_same(a.parts[name], b.parts[name]) for name in a.parts)
-        return same_parts and a.lengths == b.lengths
     if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray):
         first, second = torch.as_tensor(a), torch.as_tensor(b)
         return first.shape == second.shape and first.dtype == second.dtype and bool(torch.equal(first, second))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return set(a) == set(b) and all(_same(value, b[name]) for name, value in a.items())
+    if is_dataclass(a) and type(a) is type(b):  # frozen features, and what else a policy records
+        return all(_same(getattr(a, one.name), getattr(b, one.name)) for one in fields(a))
     return bool(type(a) is type(b) and a == b)
 
 

@@ -7,7 +7,9 @@ never touched; writing needs the values of one tensor at a time, wherever the ot
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -100,28 +102,48 @@ def _mapped_state_dict(file: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{file} holds more than tensors, and reading that would run code of the file ({reason}); save its state "
-            "dict alone: torch.save(model.state_dict(), path)"
+            f"{file} holds more than tensors, and reading that would run code of the file ({load_failure(error)}); "
+            "save its state dict alone: torch.save(model.state_dict(), path)"
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # of every kind: a damaged pickle may ask for anything
         raise ValueError(
-            f"{file} is no readable file of torch.save ({reason}); it may be damaged, cut short or of the old format"
+            f"{file} is no readable file of torch.save ({load_failure(error)}); it may be damaged, cut short or of the "
+            "old format"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}; a state dict (name -> tensor) is needed")
-    others = [f"{name} ({type(value).__name__})" for name, value in content.items() if not isinstance(value, Tensor)]
+    others = [f"{name} ({why})" for name, value in content.items() if (why := _why_unusable(name, value))]
     if others:
-        raise ValueError(f"{file} is no plain state dict: {', '.join(others[:5])} hold no tensor")
+        raise ValueError(f"{file} is no plain state dict: {', '.join(others[:5])} hold no usable tensor")
     return content
+
+
+def load_failure(error: Exception) -> str:
+    """Why torch.load(weights_only=True) failed, in one line and without its advice to trust the file."""
+    asked = re.search(r"GLOBAL (\S+)", str(error))
+    if asked:
+        return f"it asks for {asked[1]}"
+    first_line = next(iter(str(error).splitlines()), "")
+    return first_line.partition(" This file can still be loaded")[0] or type(error).__name__
+
+
+def _why_unusable(name: object, value: object) -> str | None:
+    """What an entry of a state dict is, if it is no tensor with values under a name."""
+    if not isinstance(name, str):
+        return f"its name is of type {type(name).__name__}"
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_nested or value.is_quantized or value.layout != torch.strided:
+        return "no dense tensor"
+    return "without values, on the meta device" if value.is_meta else None
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes `tensors` from wherever they are, each copied to the CPU when its turn comes; dtypes are kept.
 
-    DTensors are gathered, one at a time: the other ranks call `gather_in_turn` with theirs meanwhile.
+    The file appears whole or not at all: an earlier one, from which `tensors` may be mapped, stays until then. DTensors
+    are gathered, one at a time: the other ranks call `gather_in_turn` with theirs meanwhile.
     Raises ValueError for a dtype that the format does not name here.
     """
     unknown = {name: value.dtype for name, value in tensors.items() if value.dtype not in _NAMES}
@@ -136,12 +158,17 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little"))
-        out.write(text)
-        for name in order:
-            values = whole(tensors[name]).cpu().contiguous()
-            out.write(values.reshape(-1).view(torch.uint8).numpy().data)
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with aside.open("wb") as out:
+            out.write(len(text).to_bytes(8, "little"))
+            out.write(text)
+            for name in order:
+                values = whole(tensors[name]).cpu().contiguous()
+                out.write(values.reshape(-1).view(torch.uint8).numpy().data)
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def gather_in_turn(tensors: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class TrainingConfig:
 
     lr, final_lr: peak and last learning rate. warmup_steps, decay_steps: shrunk in proportion in shorter runs.
     flow_draws: (noise, time) draws per sample, which share one prefix. state_noise: standard deviation added to the
-    normalised state in training. ema_decay: average of the trained parameters, used in validation and export.
+    normalised state in training. ema_decay: average of the trained parameters, used in all but training.
     sample_batches: validation batches on which actions are sampled and compared with the recorded ones.
     export: write the policy to `<default_root_dir>/policy` when the fit ends.
     """
@@ -51,6 +52,9 @@ class TrainingConfig:
     export: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("lr", "final_lr", "eps", "weight_decay", "state_noise"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
         if self.lr <= 0 or not 0 <= self.final_lr <= self.lr:
             raise ValueError(f"lr={self.lr} must be positive and final_lr={self.final_lr} must lie in 0..lr")
         if self.flow_draws < 1:
@@ -58,8 +62,8 @@ class TrainingConfig:
         for name in ("sample_batches", "weight_decay", "eps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas} must lie in [0, 1)")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
         if self.state_noise < 0:
             raise ValueError(f"state_noise={self.state_noise} is a standard deviation and cannot be negative")
         if not 0 <= self.warmup_steps <= self.decay_steps or self.decay_steps < 1:
@@ -125,6 +129,9 @@ class PolicyModule(LightningModule):
     def on_validation_model_train(self) -> None:
         super().on_validation_model_train()
         self._check_frozen()
+
+    def check_precision(self) -> None:
+        """Raises ValueError when the Trainer's precision would round what the policy keeps; here nothing is known."""
 
     # -- cached features --------------------------------------------------------------------------------------------
 
@@ -253,8 +260,8 @@ class PolicyModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("soma_policy")
-        if saved is None:
-            raise ValueError("this checkpoint was not written by a policy module: it has no 'soma_policy' entry")
+        if not isinstance(saved, dict) or "draw_seed" not in saved:
+            raise ValueError("this checkpoint was not written by a policy module: it has no whole 'soma_policy' entry")
         self.draw_seed = saved["draw_seed"]
         self._resumed_schedule = tuple(saved["schedule"]) if "schedule" in saved else None
         mine = self._description()

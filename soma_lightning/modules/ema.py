@@ -8,15 +8,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from soma_lightning.layout.full_state import shard_like
+from soma_lightning.layout.full_state import shard_like, show_shards
 
 
 class TrainableEMA(Callback):
     """Keeps `shadow = decay * shadow + (1 - decay) * parameter` in fp32 for parameters that require grad.
 
     Lightning's `EMAWeightAveraging` copies the whole module, a frozen backbone of several gigabytes included. Here
-    frozen parameters cost nothing. Validation and the exported policy use the averaged weights; training goes on with
-    the raw ones. The shadow is saved with the checkpoint and restored from it.
+    frozen parameters cost nothing. Validation, test, prediction and the exported policy use the averaged weights;
+    training goes on with the raw ones. The shadow is saved with the checkpoint and restored from it.
     """
 
     def __init__(self, decay: float) -> None:
@@ -54,13 +54,15 @@ class TrainableEMA(Callback):
         """Puts the averaged weights into the module; `swap_out` brings the raw ones back."""
         if self._raw:
             raise RuntimeError("the averaged weights are already in the module; call swap_out first")
+        show_shards(module)
         for name, parameter in module.named_parameters():
             if name in self.shadow:
                 self._raw[name] = parameter.detach().clone()
-                parameter.copy_(self.shadow[name])
+                parameter.copy_(shard_like(self.shadow[name], parameter))  # from a file, if no fit has begun
 
     @torch.no_grad()
     def swap_out(self, module: LightningModule) -> None:
+        show_shards(module)  # the strategy does so after the callbacks
         for name, parameter in module.named_parameters():
             if name in self._raw:
                 parameter.copy_(self._raw[name])
@@ -73,6 +75,18 @@ class TrainableEMA(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._raw:
             self.swap_out(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_start(trainer, pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_end(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_start(trainer, pl_module)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_end(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._raw:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from soma_lightning.models.pi05.config import PI05Config, Trainable, changed_config
 from soma_lightning.models.pi05.folder import check_replaceable
 from soma_lightning.models.pi05.lora import LoRAConfig, add_lora, lora_facts, save_adapter
 from soma_lightning.models.pi05.memory import Batch, MemoryEstimate, estimate_memory
 from soma_lightning.models.pi05.policy import PI05Policy
+from soma_lightning.models.tensor_files import whole
 from soma_lightning.modules.base import PUBLIC_RECIPE, PolicyModule, TrainingConfig
 from soma_lightning.optim.masters import has_masters
 
@@ -46,6 +51,8 @@ class PI05Module(PolicyModule):
         statistics: Literal["data", "checkpoint"] = "data",
         training: TrainingConfig = PUBLIC_RECIPE,
     ) -> None:
+        if "trainable" in (config or {}):
+            raise ValueError("config must not say what trains: set trainable itself, e.g. trainable='all'")
         changes = {**(config or {}), "trainable": trainable}
         if pretrained is None and revision is not None:
             raise ValueError(f"revision={revision!r} has no effect without pretrained; set pretrained to a hub id")
@@ -99,11 +106,26 @@ class PI05Module(PolicyModule):
                 check_replaceable(root / name)
 
     def on_fit_start(self) -> None:
-        self._use_cuda_graphs()
-        self.policy.model.check_dtypes()  # the Trainer has applied its precision by now
+        self._start()
         if self.policy.loaded_from is not None and self.trainer.ckpt_path is None:  # a resumed run has its masters
             for optimizer in filter(has_masters, self.trainer.optimizers):
                 self.policy.seed_masters(optimizer)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.policy.frozen_precision is not None:
+            self._check_backbone(checkpoint.get("state_dict", {}))
+
+    def _check_backbone(self, weights: Mapping[str, Tensor]) -> None:
+        """What an export would copy from `pretrained` is the backbone that the checkpoint was trained on."""
+        mine, start = self.state_dict(), "policy.model.prefix."
+        for name, theirs in weights.items():
+            if name.startswith(start) and not _same_bits(theirs, whole(mine[name])):
+                raise ValueError(
+                    f"the checkpoint was trained on another backbone than that of {self.policy.loaded_from} "
+                    f"({name.removeprefix(start)} differs), which an export would take; name the pretrained folder of "
+                    "that run, unchanged"
+                )
 
     def export(self, folder: Path, **values: Any) -> None:
         """The policy, and its adapters in `adapter` beside it."""
@@ -125,12 +147,16 @@ class PI05Module(PolicyModule):
         data: Any = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
         if not all(hasattr(data, name) for name in ("batch_size", "cameras", "tasks")):
             return None
+        cache = self._feature_cache
+        is_stored = cache is not None and cache.where == "device"
         batch = Batch(
             rows=data.batch_size,
             cameras=len(data.cameras),
             prompt_tokens=self.policy.processor.longest_prompt(data.tasks),
             flow_draws=self.training_config.flow_draws,
-            features_cached=self._feature_cache is not None,
+            features_cached=cache is not None,
+            stored_samples=cache.expected if is_stored else 0,
+            stored_bytes=cache.bytes_a_number if is_stored else None,
         )
         masters = any(has_masters(optimizer) for optimizer in self.trainer.optimizers)
         return estimate_memory(self.policy.model, batch, masters=masters, average=self._ema is not None)
@@ -141,11 +167,29 @@ class PI05Module(PolicyModule):
             description["config"]["lora"] = {**asdict(lora), "full": list(lora.full)}
         return description
 
-    def _use_cuda_graphs(self) -> None:
-        if self.cuda_graphs:
+    def check_precision(self) -> None:
+        self.policy.model.check_dtypes()
+
+    def _start(self) -> None:
+        """Before anything runs: the Trainer has placed the policy and applied its precision by now."""
+        self.check_precision()
+        if not self.cuda_graphs:
+            return
+        if self.policy.model.graphs is None:
             self.policy.model.use_cuda_graphs()
-            with self.trainer.precision_plugin.forward_context():
-                self.policy.model.graphs.check()
+        with self.trainer.precision_plugin.forward_context():
+            self.policy.model.graphs.check()
 
     def on_validation_start(self) -> None:
-        self.policy.model.check_dtypes()  # for Trainer.validate, which starts no fit
+        self._start()
+
+    def on_test_start(self) -> None:
+        self._start()
+
+    def on_predict_start(self) -> None:
+        self._start()
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    bits = (x.contiguous().view(-1).view(torch.uint8) for x in (one.to(other.device), other))
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)

@@ -15,6 +15,8 @@ from soma_lightning.contract import CAMERA_OF_OBSERVATION, STATE, TASK, EnvObser
 
 STATES, TASKS = "states", "task_descriptions"
 FIELD_OF_CAMERA = {camera: field for field, camera in CAMERA_OF_OBSERVATION.items()}
+#: Of an instruction: far more than any policy reads, and few enough that nobody waits while they are tokenized.
+MAX_CHARACTERS = 10_000
 #: Name in a message -> field of an observation (contract.EnvObservation).
 FIELD_OF_NAME = {
     "observation/image": "main_images",
@@ -153,4 +155,6 @@ def _text(name: str, value: Any) -> str:
     text = _single(value) if isinstance(value, list) else value
     if not isinstance(text, str):
         raise ValueError(f"'{name}' must be one string, got {type(value).__name__}")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"'{name}' has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
     return text

@@ -33,7 +33,7 @@ def unpack(data: bytes) -> dict[str, Any]:
     try:
         message = msgpack.unpackb(data, object_hook=_from_map, ext_hook=_refuse_extension)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
-        raise ValueError(f"the message cannot be read: {error}") from error
+        raise ValueError(f"the message cannot be read: {str(error) or type(error).__name__}") from error
     if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
         raise ValueError(
             f"a message must be a map with string keys (one observation), got {type(message).__name__}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -57,6 +58,8 @@ class ServerSettings:
         for name in ("timeout_s", "max_message_mb"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        if not 1 <= self.max_message_mb * 2**20 < math.inf:
+            raise ValueError(f"max_message_mb={self.max_message_mb} must be finite, and at least one byte")
         if not self.max_wait_ms >= 0:
             raise ValueError(f"max_wait_ms={self.max_wait_ms} must not be negative")
 

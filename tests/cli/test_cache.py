@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from soma_lightning.cli.cache import alone
 from soma_lightning.cli.main import main
 from soma_lightning.data.lerobot_images import EncodedImages
 from soma_lightning.data.lerobot_writer import LeRobotWriter
@@ -92,3 +93,18 @@ def test_a_folder_that_is_named_twice_is_refused(prepared, tmp_path, capsys):
     other = ["--out", str(tmp_path / "x"), "--data.feature_cache", str(tmp_path / "y")]
     assert soma("cache", prepared, tmp_path / "a", *other) == 2
     assert "differ; leave feature_cache out" in capsys.readouterr().err
+
+
+def test_a_folder_that_another_command_fills_is_left_to_it(prepared, tmp_path, capsys):
+    folder = tmp_path / "features"
+    with alone(folder):
+        assert soma("cache", prepared, tmp_path / "a", "--out", str(folder)) == 2
+    assert f"another soma cache fills {folder}; wait for it" in capsys.readouterr().err
+    assert not folder.exists()
+    assert soma("cache", prepared, tmp_path / "a", "--out", str(folder)) == 0
+    assert [path.name for path in tmp_path.iterdir() if path.name != "a"] == ["features"]
+
+
+def test_features_are_not_made_for_a_memory_that_ends_with_the_command(prepared, tmp_path, capsys):
+    assert soma("cache", prepared, tmp_path / "a", "--out", "device") == 2
+    assert "--out device: features in memory are gone when this command ends" in capsys.readouterr().err

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from soma_lightning.data import feature_shards
-from soma_lightning.data.feature_cache import SAMPLES, FeatureCache
+from soma_lightning.data.feature_cache import SAMPLES, FeatureCache, check_feature_settings
 from soma_lightning.data.feature_dtypes import decode_parts, encode_parts
 from soma_lightning.data.feature_identity import data_identity
 from soma_lightning.data.feature_shards import FolderStore
@@ -152,6 +153,75 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is no feature cache, it holds \['thesis.txt'\]"):
         FolderStore(tmp_path, IDENTITY)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "cannot be read as JSON"),
+        ("\xff", "cannot be read as JSON"),
+        ("[]", "does not say what the features are of"),
+        ('{"policy": null}', "does not say what the features are of"),
+    ],
+)
+def test_a_damaged_identity_is_named(content, message, tmp_path):
+    FolderStore(tmp_path, IDENTITY)
+    (tmp_path / "cache.json").write_text(content, encoding="latin1")
+    with pytest.raises(ValueError, match=rf"cache\.json {message}"):
+        FolderStore(tmp_path, IDENTITY)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "notes").touch()
+    with pytest.raises(ValueError, match="notes' is a file; name a folder"):
+        FolderStore(tmp_path / "notes", IDENTITY)
+
+
+@pytest.mark.parametrize(
+    "where", ["Device", "pinned ", "pined", "devices", "gpu", "CUDA", "ram", "", "s3://bucket/features"]
+)
+def test_a_slip_in_the_name_of_a_memory_makes_no_folder(where):
+    with pytest.raises(ValueError, match="feature_cache="):
+        check_feature_settings(where, "auto", augments=False)
+    for fine in ("device", "pinned", "./Device", "./gpu", "features", "outputs/device_features"):
+        check_feature_settings(fine, "auto", augments=False)
+
+
+def test_a_shard_of_another_folder_is_refused(tmp_path):
+    other = FeatureCache(str(tmp_path / "b"), 9)
+    read(other, FakePolicy("xyz"), [1, 2])
+    other.flush()
+    shard = next((tmp_path / "b").glob("*.safetensors"))
+    mine = FeatureCache(str(tmp_path / "a"), 9)
+    read(mine, FakePolicy(), [3])
+    shard.rename(tmp_path / "a" / shard.name)
+    with pytest.raises(ValueError, match=rf"{shard.name} holds features of something else than cache\.json"):
+        mine.refresh()
+    with pytest.raises(ValueError, match=f"{shard.name} holds features of something else"):
+        read(FeatureCache(str(tmp_path / "a"), 9), FakePolicy(), [1])
+
+
+def test_a_full_disk_is_one_error_and_loses_no_shard(tmp_path, monkeypatch):
+    cache = FeatureCache(str(tmp_path), 9)
+    read(cache, FakePolicy(), [1])
+    cache.flush()
+
+    def full(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(feature_shards, "save_file", full)
+        read(cache, FakePolicy(), [2])
+        with pytest.raises(OSError, match=r"cannot be written \(I/O error: No space left.*make room and start again"):
+            cache.flush()
+    assert list(tmp_path.glob("*.partial")) == []
+    policy = FakePolicy()
+    read(FeatureCache(str(tmp_path), 9), policy, [1, 2])
+    assert policy.encoded == [2]
+    cache.flush()  # what was held back is not lost
+    read(FeatureCache(str(tmp_path), 9), policy, [2])
+    assert policy.encoded == [2]
 
 
 def test_a_damaged_shard_is_named(tmp_path):

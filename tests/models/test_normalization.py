@@ -206,6 +206,7 @@ def test_files_of_the_public_projects_load(tmp_path: Path) -> None:
         ("{", "no valid JSON"),
         ("[1]", "must hold a JSON object, got list"),
         ('{"index": {}}', r"has no statistics of 'observation.state' or 'action'; it has \['index'\]"),
+        ('{"norm_stats": []}', "'norm_stats' must be an object of features, got list"),
         ('{"action": 3}', "'action' must be an object of statistics, got int"),
         ('{"action": {"mean": ["a"]}}', "'mean' of 'action' is no vector of numbers"),
         ('{"action": {"mean": [1, 2], "std": [1]}}', "'action' must be vectors of one length"),

@@ -72,7 +72,7 @@ def test_a_registered_model_is_built_with_the_whole_configuration() -> None:
         None,
         True,
     )
-    assert registered_models() == {"mine": "embodied", "pi05": "embodied"}
+    assert registered_models() == {"flow_mlp": "embodied", "mine": "embodied", "pi05": "embodied"}
     assert soma_lightning.get_model is get_model
     assert soma_lightning.register_model is register_model
 
@@ -190,10 +190,11 @@ def test_wrong_registrations_and_requests() -> None:
     with pytest.raises(TypeError, match="builder of 'mine' must be callable"):
         register_model("mine", "module:function")  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"unknown model_type 'pi5'; did you mean 'pi05'\?; known: \['pi05'\].*SOMA_EXT_MODULE"
+        ValueError,
+        match=r"unknown model_type 'pi5'; did you mean 'pi05'\?; known: \['flow_mlp', 'pi05'\].*SOMA_EXT_MODULE",
     ):
         get_model({"model_type": "pi5"})
-    with pytest.raises(ValueError, match=r"no model_type; known: \['pi05'\]"):
+    with pytest.raises(ValueError, match=r"no model_type; known: \['flow_mlp', 'pi05'\]"):
         get_model({"precision": "fp32"})
     register_model("mine", lambda cfg, dtype: {})  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match=r"builder of 'mine' must return an nn\.Module, got dict"):
@@ -207,7 +208,7 @@ def test_builtin_models_are_imported_only_when_built(monkeypatch: pytest.MonkeyP
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert out.stdout.splitlines() == ["{'pi05': 'embodied'}", "False False"]
+    assert out.stdout.splitlines() == ["{'flow_mlp': 'embodied', 'pi05': 'embodied'}", "False False"]
     module: Any = types.ModuleType("soma_lightning.models.pi05.building")
     module.build_pi05 = Built
     monkeypatch.setitem(sys.modules, "soma_lightning.models.pi05.building", module)
@@ -225,7 +226,7 @@ def test_extensions_register_once(clean_registry: Path, monkeypatch: pytest.Monk
     assert isinstance(get_model({"model_type": "two"}), nn.Identity)
     assert sys.modules["ext_one"].calls == [1]
     assert sys.modules["ext_plain"].loaded
-    assert set(registered_models()) == {"one", "pi05", "two"}
+    assert set(registered_models()) == {"flow_mlp", "one", "pi05", "two"}
 
 
 @pytest.mark.parametrize("name", ["ext_missing", "ext_missing.part"])

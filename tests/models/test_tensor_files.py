@@ -75,9 +75,15 @@ class Surprise:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"w": torch.ones(2), "x": Surprise()}, "holds more than tensors, .*run code"),
+        (
+            {"w": torch.ones(2), "x": Surprise()},
+            r"holds more than tensors, .*run code of the file \(it asks for print\);",
+        ),
         ({"w": torch.ones(2), "step": 3}, r"no plain state dict: step \(int\)"),
         ([torch.ones(2)], "holds a list; a state dict"),
+        ({7: torch.ones(2)}, r"no plain state dict: 7 \(its name is of type int\)"),
+        ({"w": torch.ones(2).to_sparse()}, r"no plain state dict: w \(no dense tensor\)"),
+        ({"w": torch.ones(2, device="meta")}, r"no plain state dict: w \(without values, on the meta device\)"),
     ],
 )
 def test_what_is_no_state_dict_is_refused(
@@ -99,3 +105,27 @@ def test_damaged_files_of_torch_save_are_named(tmp_path: Path, damage: str) -> N
     with pytest.raises(ValueError, match="is no readable file of torch.save") as error:
         TensorFile(file)
     assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize("error", [KeyError(7), AttributeError("'str' object has no attribute 'dtype'"), IndexError()])
+def test_a_damaged_pickle_may_fail_in_any_way(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(ValueError, match=r"x\.pt is no readable file of torch.save"):
+        TensorFile(tmp_path / "x.pt")
+
+
+def test_a_file_is_rewritten_from_its_own_mapping_and_survives_an_error(tmp_path: Path) -> None:
+    file, tensors = tmp_path / "x.safetensors", some_tensors()
+    write_safetensors(file, tensors)
+    mapped = TensorFile(file)
+    write_safetensors(file, {name: mapped.read(name) for name in tensors})
+    assert same(load_file(file), tensors)
+    with pytest.raises(NotImplementedError):
+        write_safetensors(file, {**tensors, "without values": torch.ones(2, device="meta")})
+    assert same(load_file(file), tensors)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]

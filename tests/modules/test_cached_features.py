@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from soma_lightning.contract import ACTION, IMAGE_PREFIX
 from soma_lightning.data import LeRobotDataModule
 from soma_lightning.data.feature_cache import SAMPLES
 from soma_lightning.models.features import stack_samples
-from soma_lightning.models.pi05.prefix import PrefixCache
+from soma_lightning.models.pi05.prefix import KEYS_VALUES, PrefixCache
 from soma_lightning.modules import PI05Module
 from soma_lightning.modules.base import TrainingConfig
 from tests.ranks import ranks_run
@@ -86,6 +87,17 @@ def test_sampled_actions_are_the_live_ones(connected):
         for features in ({}, {"features": cache.features(policy, batch)})
     )
     assert torch.equal(live, cached)
+
+
+def test_features_of_a_padded_batch_are_read_as_they_are(connected, monkeypatch):
+    policy, _, batch = connected
+    batch = {key: values[:2] for key, values in batch.items()}  # the third prompt is as long as prompts can be
+    live = policy.sft_forward(batch, generator=torch.Generator().manual_seed(3))["loss"]
+    monkeypatch.setattr(policy.model.prefix, "bucket", 32)  # as compiled layers have it
+    features = policy.encode_features(batch)
+    assert features.parts[KEYS_VALUES].shape[2] > max(features.lengths)
+    cached = policy.sft_forward(batch, features=features, generator=torch.Generator().manual_seed(3))["loss"]
+    torch.testing.assert_close(cached, live)
 
 
 def test_a_prefix_survives_the_way_through_single_samples(connected):
@@ -202,6 +214,18 @@ def test_a_mixture_numbers_its_frames_apart_in_both_splits(recorded, make_run, t
     assert len(val) == len(data.val_data)
     assert not train & val
     assert min(val) >= 72, "the second source's numbers begin behind all frames of the first"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float8_e4m3fn"])
+def test_the_memory_estimate_counts_what_is_kept_on_the_device(make_run, recorded, dtype):
+    trainer, module, _ = make_run("run", max_epochs=1, max_steps=-1)
+    data = LeRobotDataModule(str(recorded), batch_size=8, feature_cache="device", feature_dtype=dtype)
+    trainer.fit(module, data)
+    facts = data.features.report_facts()
+    stored = facts["bytes_per_sample"] * facts["expected_samples"]
+    assert module.memory_estimate().features == pytest.approx(stored, rel=0.15)  # scales of fp8 are not counted
+    report = json.loads((Path(trainer.default_root_dir) / "run_report.json").read_text())
+    assert "stored features" in report["model"]["memory_estimate"]
 
 
 # -------------------------------------------------------------------- what cannot be cached

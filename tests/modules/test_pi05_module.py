@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -243,6 +244,7 @@ def test_run_report(make_run, tmp_path: Path):
         ({"size": "tiny", "pretrained": "somewhere"}, "size='tiny' has no effect with pretrained='somewhere'"),
         ({"size": "tiny", "config": {"chunk_sise": 3}}, "chunk_size"),
         ({"size": "tiny", "config": {"n_action_steps": 9}}, "n_action_steps=9"),
+        ({"size": "tiny", "config": {"trainable": "all"}}, "config must not say what trains"),
     ],
 )
 def test_bad_arguments(arguments: dict, message: str):
@@ -276,7 +278,12 @@ def test_bad_training_settings(change: dict, message: str):
         ({"sample_batches": -1}, "sample_batches=-1 must not be negative"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
         ({"eps": -1.0}, "eps=-1.0 must not be negative"),
-        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must lie in"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be two numbers in"),
+        ({"betas": (0.9, 0.9, 0.9)}, "must be two numbers in"),
+        ({"lr": math.inf}, "lr=inf must be a finite number"),
+        ({"state_noise": math.nan}, "state_noise=nan must be a finite number"),
+        ({"weight_decay": math.nan}, "weight_decay=nan must be a finite number"),
+        ({"eps": math.inf}, "eps=inf must be a finite number"),
     ],
 )
 def test_impossible_training_settings(change: dict, message: str):
@@ -306,10 +313,17 @@ def test_low_precision_trains_with_its_islands_in_fp32(make_run, settings: dict)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
-@pytest.mark.parametrize("loop", ["fit", "validate"])
+@pytest.mark.parametrize("loop", ["fit", "validate", "test", "predict"])
 def test_a_precision_that_casts_the_islands_is_refused(make_run, precision: str, loop: str):
     trainer, module, data = make_run("run", precision=precision)
     with pytest.raises(ValueError, match="parameters were cast away from config.dtype='float32'"):
+        getattr(trainer, loop)(module, data)
+
+
+@pytest.mark.parametrize("loop", ["validate", "test", "predict"])
+def test_graphs_are_never_left_out(make_run, loop: str):
+    trainer, module, data = make_run("run", model={"cuda_graphs": True})
+    with pytest.raises(ValueError, match="CUDA graphs need a CUDA device"):
         getattr(trainer, loop)(module, data)
 
 
@@ -379,6 +393,29 @@ def test_a_backbone_in_fp8_stays_and_the_exported_policy_has_it_unrounded(make_r
 def test_fp8_needs_a_checkpoint():
     with pytest.raises(ValueError, match="frozen_precision='fp8' needs pretrained"):
         PI05Module(size="tiny", frozen_precision="fp8")
+
+
+def test_an_fp8_run_does_not_go_on_with_another_backbone(make_run, tmp_path: Path):
+    trainer, module, data = make_run("base", max_steps=1)
+    trainer.fit(module, data)
+    base = tmp_path / "base" / "policy"
+    module.policy.model.prefix.paligemma.language_model.layers[0].self_attn.k_proj.weight.data[0] += 0.1
+    module.policy.save_pretrained(tmp_path / "other")
+
+    def run(name: str, pretrained: Path, steps: int):
+        bf16 = {"dtype": "bfloat16", "islands": "openpi"}
+        model = {"size": None, "pretrained": str(pretrained), "frozen_precision": "fp8", "config": bf16}
+        return make_run(name, model=model, max_steps=steps)
+
+    trainer, module, data = run("first", base, 2)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer, module, data = run("second", tmp_path / "other", 4)
+    with pytest.raises(ValueError, match=r"another backbone than that of .*other \(.*k_proj.weight differs\)"):
+        trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    trainer, module, data = run("third", base, 4)
+    trainer.fit(module, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert trainer.global_step == 4
 
 
 def test_cuda_graphs_without_a_gpu_are_refused_before_the_first_batch(make_run):

@@ -105,6 +105,7 @@ def test_what_is_wrong_is_one_line_before_a_policy_is_loaded(
     for options, told in (
         (["--port", str(server.port)], f"cannot listen on 127.0.0.1:{server.port}"),
         (["--port", "0"], "holds no config.json"),
+        (["--policy_options", '{"device": "cpu"}'], "must not name the device: that is --device"),
         (["--max_batch_size", "0"], "max_batch_size=0 must be at least 1"),
         (["--device", "abacus", "--port", "0"], "device='abacus' is unknown"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),

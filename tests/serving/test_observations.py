@@ -88,6 +88,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(observation__state=STATE * np.nan), "'observation/state' holds NaN or infinity"),
         (changed(observation__state=STATE * 1e60), "holds NaN or infinity"),
         (changed(prompt=5), "'prompt' must be one string, got int"),
+        (changed(prompt="pick " * 2001), "'prompt' has 10,005 characters; at most 10,000 are read"),
         (changed(prompt=["a", "b"]), "'prompt' must be one string, got list"),
     ],
 )

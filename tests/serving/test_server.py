@@ -248,6 +248,8 @@ def test_what_stops_a_server_in_a_thread_is_raised_here() -> None:
         ({"max_waiting": 0}, "max_waiting=0 must be at least 1"),
         ({"timeout_s": 0.0}, "timeout_s=0.0 must be positive"),
         ({"max_message_mb": float("nan")}, "max_message_mb=nan must be positive"),
+        ({"max_message_mb": float("inf")}, "max_message_mb=inf must be finite"),
+        ({"max_message_mb": 1e-9}, "max_message_mb=1e-09 must be finite, and at least one byte"),
         ({"max_wait_ms": -1.0}, "max_wait_ms=-1.0 must not be negative"),
     ],
 )

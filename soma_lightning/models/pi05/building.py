@@ -22,6 +22,7 @@ def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05P
     for the checkpoint's. Raises ValueError for anything else.
     """
     settings = dict(cfg)
+    _check_flags(settings)
     if settings.pop("cuda_graphs", False):
         policy = build_pi05(settings, torch_dtype)
         policy.model.use_cuda_graphs()
@@ -38,7 +39,9 @@ def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05P
     if torch_dtype is not None:
         if torch_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"pi0.5 runs in float32 or bfloat16, not {torch_dtype}; set precision to fp32 or bf16")
-        settings["dtype"] = str(torch_dtype).removeprefix("torch.")
+        named = str(torch_dtype).removeprefix("torch.")
+        if settings.setdefault("dtype", named) != named:
+            raise ValueError(f"precision ({named}) and dtype={settings['dtype']!r} contradict each other; set one")
     if path is not None:
         if size is not None:
             raise ValueError(f"size={size!r} has no effect with model_path={path!r}; leave one of them out")
@@ -54,3 +57,9 @@ def build_pi05(cfg: Mapping[str, Any], torch_dtype: torch.dtype | None) -> PI05P
         raise ValueError(f"size={size!r} is unknown; known: base, tiny")
     with torch.device(torch.get_default_device() if device is None else device):
         return PI05Policy(changed_config(sizes[size](), settings))
+
+
+def _check_flags(settings: Mapping[str, Any]) -> None:
+    for name in ("cuda_graphs", "is_lora"):
+        if not isinstance(settings.get(name, False), bool):
+            raise ValueError(f"{name}={settings[name]!r} must be true or false")

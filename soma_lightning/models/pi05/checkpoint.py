@@ -63,7 +63,8 @@ _NAMES = (
     ("prefix.paligemma.", f"{_PALIGEMMA}model."),
     ("expert.layers.", f"{_EXPERT}model.layers."),
     ("expert.norm.", f"{_EXPERT}model.norm."),
-    ("expert.", ""),
+    ("expert.action_", "action_"),
+    ("expert.time_mlp_", "time_mlp_"),
 )
 #: Keys of older or wider checkpoints that this network has no place for.
 _DROPPED = re.compile(
@@ -74,6 +75,8 @@ _DROPPED = re.compile(
 )
 #: In names of adapted layers: before the parameters of the layer itself, and before those of its adapter.
 _BASE_LAYER, _ADAPTER = ".base_layer.", ".lora_"
+#: Of weights in a file. Fewer bits mean nothing without the scales that they were rounded with.
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _SHOWN = 12
 
 
@@ -88,7 +91,7 @@ def public_key(name: str) -> str:
 def own_name(key: str) -> str | None:
     """Our parameter name of a public key in any accepted form; None for keys that are dropped.
 
-    `paligemma.lm_head.weight` maps to the embedding. A key that nobody knows maps to a name that no network has.
+    `paligemma.lm_head.weight` maps to the embedding. A key that nobody knows maps to "", which no parameter is called.
     """
     key = key.removeprefix("model.")
     if key.startswith("action_time_mlp_"):
@@ -96,7 +99,7 @@ def own_name(key: str) -> str | None:
     if _DROPPED.fullmatch(key):
         return None
     key = _EMBEDDING if key == _TIED_HEAD else key
-    return next(ours + key.removeprefix(public) for ours, public in _NAMES if key.startswith(public))
+    return next((ours + key.removeprefix(public) for ours, public in _NAMES if key.startswith(public)), "")
 
 
 def public_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -255,8 +258,8 @@ def _fitting(tensors: TensorFile, parameters: Mapping[str, nn.Parameter]) -> dic
     sources, unexpected = _match(tensors.shapes, parameters, tensors.file)
     shapes = {name: tensors.shapes[key] for name, key in sources.items()}
     dtypes = {key: tensors.dtypes[key] for key in sources.values()}
-    unusable = [f"{key} ({dtype})" for key, dtype in dtypes.items() if not dtype.is_floating_point]
-    wrong = {"unexpected": unexpected, "not floating-point": unusable}
+    unusable = [f"{key} ({dtype})" for key, dtype in dtypes.items() if dtype not in _DTYPES]
+    wrong = {"unexpected": unexpected, "in numbers that no checkpoint has": unusable}
     _check_complete(tensors.file, parameters, sources, shapes, wrong)
     place = {key: index for index, key in enumerate(tensors.shapes)}
     return dict(sorted(sources.items(), key=lambda item: place[item[1]]))

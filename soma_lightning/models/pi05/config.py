@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from math import inf
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -128,8 +129,22 @@ class PI05Config:
                 )
         if len(set(self.delta_actions)) != len(self.delta_actions):
             raise ValueError(f"delta_actions={list(self.delta_actions)} names a dimension twice")
+        self._check_numbers()
         if not self.cameras:
             raise ValueError("cameras is empty; a pi0.5 policy needs at least one camera")
+
+    def _check_numbers(self) -> None:
+        for name in ("time_beta_alpha", "time_beta_beta", "min_period", "max_period"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
+        last = self.time_offset + self.time_scale
+        if not 0 <= self.time_offset <= last <= 1 + 1e-9:
+            raise ValueError(
+                f"time_offset={self.time_offset} and time_scale={self.time_scale} put flow times into "
+                f"{self.time_offset}..{last}, beyond 0..1"
+            )
+        if self.min_period >= self.max_period:
+            raise ValueError(f"min_period={self.min_period} must be shorter than max_period={self.max_period}")
 
     @property
     def image_tokens(self) -> int:

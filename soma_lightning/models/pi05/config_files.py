@@ -209,21 +209,21 @@ def _streams(public: dict[str, Any], file: Path) -> dict[str, Any]:
         ("expert", "action_expert_variant", "gemma_300m"),
     ):
         variant = public.get(theirs, default)
-        if variant not in _VARIANTS:
+        if not isinstance(variant, str) or variant not in _VARIANTS:
             raise ValueError(f"{file} has {theirs}={variant!r}; known: {sorted(_VARIANTS)}")
         streams[ours] = asdict(_VARIANTS[variant])
     return streams
 
 
-def _normalization(mapping: dict[str, str] | None, file: Path) -> str:
-    mapping = {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"} if mapping is None else mapping
-    state, action = mapping.get("STATE"), mapping.get("ACTION")
-    if state != action or state not in _NORMALIZATIONS or mapping.get("VISUAL", "IDENTITY") != "IDENTITY":
-        raise ValueError(
-            f"{file} has normalization_mapping {mapping}; pi0.5 needs STATE and ACTION alike, one of "
-            f"{sorted(_NORMALIZATIONS)}, and VISUAL IDENTITY"
-        )
-    return _NORMALIZATIONS[state]
+def _normalization(mapping: Any, file: Path) -> str:
+    match {"STATE": "QUANTILES", "ACTION": "QUANTILES"} if mapping is None else mapping:
+        case {"STATE": str(state), "ACTION": str(action), **others}:
+            if state == action and state in _NORMALIZATIONS and others.get("VISUAL", "IDENTITY") == "IDENTITY":
+                return _NORMALIZATIONS[state]
+    raise ValueError(
+        f"{file} has normalization_mapping {mapping!r:.200}; pi0.5 needs STATE and ACTION alike, one of "
+        f"{sorted(_NORMALIZATIONS)}, and VISUAL IDENTITY"
+    )
 
 
 def _refuse_unknown(public: dict[str, Any], known: set[str], file: Path) -> None:

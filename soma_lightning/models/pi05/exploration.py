@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from soma_lightning.contract import IMAGE_PREFIX, EnvObservation, batch_from_observation
+from soma_lightning.layout.full_state import gather
 from soma_lightning.models.flow_policy import FEATURES, FlowPolicy
 from soma_lightning.models.pi05.folder import VALUE_HEAD_FILE
 from soma_lightning.models.pi05.prefix import PrefixCache
@@ -93,11 +94,19 @@ class PI05Exploration(FlowPolicy):
             return "stochastic flow steps: call explore_with(FlowSDE(num_steps=...))"
         return "a value head: call add_value_head()" if self.value_head is None else None
 
-    def save_value_head(self, folder: Path) -> None:
-        """Writes the critic beside a checkpoint's weights; nothing without one."""
-        if self.value_head is not None:
-            weights = {name: value.detach().contiguous() for name, value in self.value_head.state_dict().items()}
-            save_file(weights, folder / VALUE_HEAD_FILE)
+    def whole_value_head(self) -> dict[str, Tensor]:
+        """The critic's weights on the CPU, empty without one. Shards are gathered: all ranks call it."""
+        if self.value_head is None:
+            return {}
+        weights = {name: value.detach() for name, value in self.value_head.state_dict().items()}
+        whole: dict[str, Tensor] = gather(weights, keep=True)
+        return whole
+
+    @staticmethod
+    def save_value_head(weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes what `whole_value_head` returned beside a checkpoint's weights; nothing without a critic."""
+        if weights:
+            save_file({name: value.contiguous() for name, value in weights.items()}, folder / VALUE_HEAD_FILE)
 
     # -- what FlowPolicy asks for -------------------------------------------------------------------------------------
 

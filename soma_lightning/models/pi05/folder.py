@@ -23,6 +23,7 @@ from soma_lightning.models.pi05.checkpoint import WEIGHTS_FILE, CheckpointLayout
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.config_files import CONFIG_FILE, EXTRA_FILE
 from soma_lightning.models.pi05.tokenizer import BUILTIN, TOKENIZER_FILE
+from soma_lightning.models.tensor_files import write_safetensors
 
 STATISTICS_FILE = "statistics.json"
 NORM_STATS_FILE = "norm_stats.json"
@@ -53,14 +54,16 @@ _WRITTEN_BY_US = {
 def fetch_checkpoint(path_or_id: str | Path, revision: str | None = None) -> Path:
     """The local folder of a checkpoint: `path_or_id` itself, or the hub repository of that id, downloaded.
 
-    Raises FileNotFoundError for a folder that is not there, ValueError for a revision of a local folder, and OSError
-    with the ways out when the hub refuses or cannot be reached.
+    Raises FileNotFoundError for a folder that is not there, NotADirectoryError for a file, ValueError for a revision of
+    a local folder, and OSError with the ways out when the hub refuses or cannot be reached.
     """
     folder = Path(path_or_id)
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"revision={revision!r} has no effect on the local folder {folder}; leave it out")
         return folder
+    if folder.exists():
+        raise NotADirectoryError(f"{folder} is a file; pass the folder of the checkpoint, {folder.absolute().parent}")
     name = str(path_or_id)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"there is no checkpoint folder {folder} (and it is no hub id of the form owner/name)")
@@ -146,8 +149,6 @@ def lerobot_would_agree(config: PI05Config) -> bool:
 
 
 def _save_pipelines(folder: Path, config: PI05Config, statistics: Statistics) -> None:
-    from safetensors.torch import save_file
-
     tensors = {
         f"{feature}.{name}": torch.from_numpy(np.asarray(value, np.float32))
         for feature, stats in statistics.items()
@@ -158,7 +159,7 @@ def _save_pipelines(folder: Path, config: PI05Config, statistics: Statistics) ->
         for index, step in enumerate(steps):
             if step["registry_name"] in (_NORMALIZER, _UNNORMALIZER):
                 step["state_file"] = f"{name}_step_{index}_{step['registry_name']}.safetensors"
-                save_file(tensors, folder / step["state_file"])
+                write_safetensors(folder / step["state_file"], tensors)
         (folder / f"{name}.json").write_text(json.dumps({"name": name, "steps": steps}, indent=2))
 
 

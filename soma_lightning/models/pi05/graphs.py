@@ -94,6 +94,8 @@ class ExpertGraphs:
 
     def velocity(self, prefix: PrefixCache, x_t: Tensor, time: Tensor) -> Tensor:
         """`ActionExpert.forward`, with gradients for its trainable parameters."""
+        if prefix.keys[0].requires_grad:
+            raise ValueError("the prefix trains, to which CUDA graphs of the expert would send no gradients")
         trained = [p for p in self.expert.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
 
         def run(inputs: _Inputs) -> Tensor:
@@ -134,7 +136,7 @@ class ExpertGraphs:
         places = tuple((p.data_ptr(), p.requires_grad) for p in self.expert.parameters())
         rows, _, tokens, _ = prefix.keys[0].shape
         length = -(-tokens // self.bucket) * self.bucket
-        key = (kind, rows, length, prefix.keys[0].dtype, *(x.shape for x in others), places)
+        key = (kind, rows, length, prefix.keys[0].dtype, *((x.shape, x.dtype) for x in others), places)
         found = self._recordings.get(key)
         if found is None:
             self.check()
@@ -144,9 +146,11 @@ class ExpertGraphs:
                 self._recordings.popitem(last=False)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            inputs = _Inputs(prefix, length, others)
-            inputs.take(prefix, others)
-            found = self._recordings[key] = _Recording(inputs, run, trained, self._pool)
+            # What validation records under inference mode must be writable outside of it, too.
+            with torch.inference_mode(False), torch.set_grad_enabled(bool(trained)):
+                inputs = _Inputs(prefix, length, others)
+                inputs.take(prefix, others)
+                found = self._recordings[key] = _Recording(inputs, run, trained, self._pool)
         self._recordings.move_to_end(key)
         return found
 

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from soma_lightning.contract import STATE
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from soma_lightning.models.pi05.policy import PI05Policy
 
 
@@ -50,14 +52,28 @@ def feature_identity(policy: PI05Policy) -> dict[str, Any]:
     names = ["cameras", "image_resolution", "zero_images", "prompt", "tokenizer_max_length", "dtype"]
     if config.prompt == "state":
         names += ["normalization", "normalization_eps"]
-    vocabulary = json.dumps(sorted(processor.prompts.tokenizer.get_vocab().items()))
+    values = config.to_dict()
+    parts = {f"{part}.{name}": value for part in ("vision", "language") for name, value in values[part].items()}
     statistics = policy.describe()["statistics"].get(STATE) if config.prompt == "state" else None
     return {
         "layout": "pi0.5 keys and values, version 1",
         "backbone": backbone_hash(policy),
-        **json.loads(json.dumps({name: getattr(config, name) for name in names})),
+        **parts,  # the number of heads changes no shape
+        **json.loads(json.dumps({name: values[name] for name in names})),
         "missing_cameras": processor.missing_cameras,
         "on_long_prompt": processor.on_long_prompt,
-        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        "tokenizer": _tokenizer_hash(processor.prompts.tokenizer),
         "state_statistics": statistics,
     }
+
+
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of what decides the ids of a text: the vocabulary alone does not, nor do the settings that calls change."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    stored = {} if backend is None else json.loads(backend.to_str())
+    facts = {
+        "vocabulary": sorted(tokenizer.get_vocab().items()),
+        "rules": {name: stored.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")},
+        "special": [tokenizer.bos_token_id, tokenizer.pad_token_id],
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -6,6 +6,7 @@ starts at zero, so the network starts as it was.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,11 +56,13 @@ class LoRAConfig:
     init: Literal["kaiming", "gaussian"] = "kaiming"
 
     def __post_init__(self) -> None:
+        if isinstance(self.full, str):
+            raise ValueError(f"lora full={self.full!r} must be a list of modules: [{self.full!r}]")
         object.__setattr__(self, "full", tuple(self.full))
-        if self.rank < 1:
-            raise ValueError(f"lora rank={self.rank} must be at least 1")
-        if self.alpha is not None and self.alpha <= 0:
-            raise ValueError(f"lora alpha={self.alpha} must be positive; None means the rank")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"lora rank={self.rank!r} must be a whole number, at least 1")
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise ValueError(f"lora alpha={self.alpha} must be positive and finite; None means the rank")
         for name, known in (("dtype", ("float32", "bfloat16")), ("init", ("kaiming", "gaussian"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"lora {name}={getattr(self, name)!r} must be one of {list(known)}")
@@ -180,6 +183,10 @@ def _full_modules(model: PI05Model, config: LoRAConfig) -> list[nn.Module]:
     if unknown:
         raise ValueError(f"lora full={unknown} are no modules of pi0.5; examples: 'expert', 'expert.action_in_proj'")
     found = [modules[name] for name in config.full]
+    idle = {id(p) for top in model.prefix.unreached_modules() for p in top.parameters()}
+    for name, module in zip(config.full, found, strict=True):
+        if all(id(p) in idle for p in module.parameters()):
+            raise ValueError(f"lora full={name!r} has nothing that the loss can reach; leave it out")
     if any(not p.is_floating_point() or p.dtype.itemsize == 1 for module in found for p in module.parameters()):
         raise ValueError(f"lora full={list(config.full)} has weights in fp8, which do not train; leave out fp8")
     return found

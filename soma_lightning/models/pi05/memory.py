@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,13 +29,18 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Batch:
-    """What decides the size of activations. cameras: with an image; prompt_tokens: of the longest prompt."""
+    """What decides the size of activations. cameras: with an image; prompt_tokens: of the longest prompt.
+
+    stored_samples: whose features are kept on the device, in `stored_bytes` a number (None: those of the network).
+    """
 
     rows: int
     cameras: int
     prompt_tokens: int
     flow_draws: int = 1
     features_cached: bool = False
+    stored_samples: int = 0
+    stored_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,17 +54,23 @@ class MemoryEstimate:
     prefix: int
     activations: int
     temporary: int
+    features: int = 0
 
     @property
     def total(self) -> int:
-        rest = self.gradients + self.optimizer + self.average + self.prefix + self.activations + self.temporary
-        return sum(self.parameters.values()) + rest
+        states = self.gradients + self.optimizer + self.average + self.features
+        return sum(self.parameters.values()) + states + self.prefix + self.activations + self.temporary
 
     def facts(self) -> dict[str, str]:
         """For the run report, in GiB."""
         parts = {f"parameters in {dtype}": size for dtype, size in self.parameters.items()}
         parts |= {"gradients": self.gradients, "optimizer": self.optimizer, "average": self.average}
-        parts |= {"prefix": self.prefix, "activations": self.activations, "temporary": self.temporary}
+        parts |= {
+            "stored features": self.features,
+            "prefix": self.prefix,
+            "activations": self.activations,
+            "temporary": self.temporary,
+        }
         return {name: f"{size / GIB:.2f} GiB" for name, size in {"total": self.total, **parts}.items() if size}
 
 
@@ -89,8 +100,9 @@ def estimate_memory(model: PI05Model, batch: Batch, *, masters: bool, average: b
         optimizer=optimizer,
         average=4 * trained if average else 0,
         prefix=_keys_values_bytes(model, batch) * (2 if has_graphs else 1),
-        activations=activations + kept,
+        activations=activations + kept + _adapter_bytes(model, batch),
         temporary=temporary,
+        features=_stored_bytes(model, batch),
     )
 
 
@@ -103,6 +115,12 @@ def _keys_values_bytes(model: PI05Model, batch: Batch) -> int:
     size = _dtype(model.prefix.paligemma.language_model.layers).itemsize
     width = language.num_kv_heads * language.head_dim
     return 2 * language.depth * _prefix_tokens(model, batch) * width * size
+
+
+def _stored_bytes(model: PI05Model, batch: Batch) -> int:
+    whole = _keys_values_bytes(model, replace(batch, rows=batch.stored_samples))
+    computed = _dtype(model.prefix.paligemma.language_model.layers).itemsize
+    return round(whole * (1 if batch.stored_bytes is None else batch.stored_bytes / computed))
 
 
 def _expert_bytes(model: PI05Model, batch: Batch) -> int:
@@ -130,6 +148,50 @@ def _prefix_bytes(model: PI05Model, batch: Batch) -> tuple[int, int]:
         frozen = rows * _frozen_layer(config.vision.width, config.vision.mlp_width, size, vision, gated=False)
         temporary = max(temporary, frozen)
     return kept, temporary
+
+
+def _adapter_bytes(model: PI05Model, batch: Batch) -> int:
+    """What adapters change in what layers keep: see `_adapted_layer`. Nothing without adapters."""
+    if model.lora is None:
+        return 0
+    vision, language = model.prefix.paligemma.vision_tower, model.prefix.paligemma.language_model
+    stacks = [(batch.rows * batch.flow_draws * model.config.chunk_size, list(model.expert.layers))]
+    if _trains(model.prefix.parameters()):
+        stacks.append((_prefix_tokens(model, batch), list(language.layers)[:-1]))
+    if _trains(vision.parameters()):
+        stacks.append((batch.rows * batch.cameras * model.config.image_tokens, list(vision.encoder.layers)))
+    total = 0
+    for rows, layers in stacks:
+        a_token = sum(map(_adapted_layer, layers))
+        total += rows * a_token // (len(layers) if model.gradient_checkpointing and layers else 1)
+    return total
+
+
+def _adapted_layer(layer: Any) -> int:
+    """Bytes a token: an adapter keeps its product with A, and its input, of which it makes a copy in another dtype.
+
+    A linear layer whose weight is frozen keeps no input, a Gemma norm no fp32 result: negative when less is kept than
+    by a layer that trains.
+    """
+    norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    frozen_norms = sum(norm is not None and not _trains(norm.parameters()) for norm in norms)
+    total: int = -4 * frozen_norms * layer.self_attn.q_proj.in_features
+    for part in (layer.self_attn, layer.mlp):
+        spared: dict[int, int] = {}  # width of an input -> its bytes, if nobody keeps it: layers share inputs
+        for name, linear in part.named_children():
+            base = getattr(linear, "base_layer", linear)
+            if not isinstance(base, nn.Linear):
+                continue
+            keeps = base.weight.requires_grad or name in ("o_proj", "out_proj")  # attention keeps what these read
+            if base is not linear:
+                a = linear.lora_A["default"].weight
+                is_copy = a.dtype != base.weight.dtype
+                total += a.itemsize * (len(a) + (base.in_features if is_copy else 0))
+                keeps = keeps or not is_copy
+            size = 0 if keeps else base.in_features * base.weight.itemsize
+            spared[base.in_features] = min(size, spared.get(base.in_features, size))
+        total -= sum(spared.values())
+    return total
 
 
 def _kept(rows: int, depth: int, entry: int, layer: int, recomputed: bool) -> int:

@@ -133,7 +133,9 @@ class PI05Model(nn.Module):
         """Says what trains: "expert" freezes the whole prefix, "all_but_vision" the vision tower (its projector trains,
         as with lerobot's `freeze_vision_encoder`), "all" trains everything that the loss can reach.
 
-        The dead end of the last prefix layer stays frozen in all of them: it never gets a gradient.
+        The dead end of the last prefix layer stays frozen in all of them: it never gets a gradient. Call it before
+        anything that is made for what trains: raises ValueError after adapters, checkpointed layers, and for a prefix
+        in fp8 or beside CUDA graphs, which send it no gradients.
         """
         frozen = {
             "expert": [self.prefix],
@@ -142,10 +144,25 @@ class PI05Model(nn.Module):
         }
         if trainable not in frozen:
             raise ValueError(f"trainable={trainable!r} must be one of {list(get_args(Trainable))}")
+        self._check_changeable(trainable)
         self.requires_grad_(True)
         for module in frozen[trainable]:
             module.requires_grad_(False)
         self.train(self.training)
+
+    def _check_changeable(self, trainable: Trainable) -> None:
+        if self.lora is not None:
+            raise ValueError("adapters say what trains; build another model to train other parts")
+        if self.gradient_checkpointing:
+            raise ValueError("the layers that train are checkpointed already; freeze before that")
+        if trainable == "expert":
+            return
+        if self.graphs is not None:
+            raise ValueError(
+                f"trainable={trainable!r} and CUDA graphs of the expert exclude each other; use one of them"
+            )
+        if any(p.dtype == FP8 for p in self.prefix.parameters()):
+            raise ValueError(f"trainable={trainable!r}, but the prefix is in fp8, which does not train; leave out fp8")
 
     def release_prefix(self) -> None:
         """Frees the memory of the frozen prefix: from here on its outputs must come from elsewhere; not undone.
@@ -171,12 +188,8 @@ class PI05Model(nn.Module):
         ValueError when the prefix trains, is in fp32, keeps its vision tower in fp32, or lies on a device without fp8
         products.
         """
-        config = self.config
+        check_fp8(self.config)
         first = next(self.prefix.parameters())
-        wanted = {"trainable": "expert", "dtype": "bfloat16", "islands": "openpi"}
-        for name, value in wanted.items():
-            if getattr(config, name) != value:
-                raise ValueError(f"frozen_precision='fp8' needs {name}={value!r}, got {getattr(config, name)!r}")
         if any(p.requires_grad for p in self.prefix.parameters()):
             raise ValueError("frozen_precision='fp8' needs a frozen prefix, but adapters of it train")
         if why := why_no_fp8(first.device):
@@ -204,14 +217,18 @@ class PI05Model(nn.Module):
         """Layers with trainable parameters keep their inputs only, and run again in the backward pass.
 
         Frozen layers leave nothing behind that could be spared, and stay as they are. Call it once, after everything
-        that decides what trains. Raises ValueError when CUDA graphs are on, whose memory is fixed by the recording.
+        that decides what trains. Raises ValueError when no layer trains, and when CUDA graphs are on, whose memory is
+        fixed by the recording.
         """
         if self.graphs is not None:
             raise ValueError("gradient checkpointing and CUDA graphs exclude each other; use one of them")
         if self.gradient_checkpointing:
             raise ValueError("gradient checkpointing is on already")
+        blocks = self.trainable_blocks()
+        if not blocks:
+            raise ValueError("gradient checkpointing would change nothing, because no layer trains; leave it out")
         self.gradient_checkpointing = True
-        for block in self.trainable_blocks():  # no layer draws random numbers
+        for block in blocks:  # no layer draws random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
     def trainable_blocks(self) -> list[nn.Module]:
@@ -273,6 +290,13 @@ class PI05Model(nn.Module):
             )
         if time.shape != x_t.shape[:1]:
             raise ValueError(f"time must be [N] = {tuple(x_t.shape[:1])}, got {tuple(time.shape)}")
+
+
+def check_fp8(config: PI05Config) -> None:
+    """Raises ValueError for a network whose frozen prefix has no fp8 form."""
+    for name, value in {"trainable": "expert", "dtype": "bfloat16", "islands": "openpi"}.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"frozen_precision='fp8' needs {name}={value!r}, got {getattr(config, name)!r}")
 
 
 def _frozen(module: nn.Module) -> Iterator[nn.Module]:

@@ -30,7 +30,7 @@ from soma_lightning.models.pi05.exploration import PI05Exploration
 from soma_lightning.models.pi05.folder import fetch_checkpoint, find_statistics, save_side_files, written_at_once
 from soma_lightning.models.pi05.identity import backbone_hash, check_features_fixed, feature_identity
 from soma_lightning.models.pi05.initialization import initialize_from_scratch
-from soma_lightning.models.pi05.model import PI05Model
+from soma_lightning.models.pi05.model import PI05Model, check_fp8
 from soma_lightning.models.pi05.prefix import PrefixCache
 from soma_lightning.models.pi05.processor import MissingCameras, PI05Processor
 from soma_lightning.models.pi05.tokenizer import BUILTIN, OnLongPrompt, load_builtin_tokenizer
@@ -71,6 +71,7 @@ class PI05Policy(PI05Exploration):
         if statistics is not None:
             self.set_statistics(statistics)
         self.model = PI05Model(self.config)
+        # Of the object, not of the class: a class attribute would hide the module that `add_value_head` puts here.
         self.value_head = None
         self._queue: deque[Tensor] = deque()
 
@@ -155,8 +156,7 @@ class PI05Policy(PI05Exploration):
         The policy must have been loaded from a checkpoint: from there `save_pretrained` takes the unrounded backbone.
         Raises ValueError otherwise, for another precision, and as `PI05Model.quantize_frozen`.
         """
-        if precision != "fp8":
-            raise ValueError(f"frozen_precision={precision!r} is unknown; it is 'fp8', or None for the policy's dtype")
+        _check_frozen_precision(precision, self.config)
         if self.loaded_from is None:
             raise ValueError(
                 "frozen_precision='fp8' needs a policy that was loaded from a checkpoint: its frozen weights are "
@@ -289,8 +289,8 @@ class PI05Policy(PI05Exploration):
         Raises ValueError for batches, noise or steps that do not fit.
         """
         num_steps = self.config.num_inference_steps if num_steps is None else num_steps
-        if num_steps < 1:
-            raise ValueError(f"num_steps={num_steps} must be at least 1")
+        if not isinstance(num_steps, int) or num_steps < 1:
+            raise ValueError(f"num_steps={num_steps} must be a whole number, at least 1")
         batch = self._on_device(batch)
         prefix = self._prefix(batch, features)
         rows = len(prefix.lengths)
@@ -401,6 +401,7 @@ class PI05Policy(PI05Exploration):
         is_whole = self.frozen_precision is None and self.model.has_prefix
         source = None if is_whole else self.loaded_from
         weights: dict[str, Any] = {"optimizer": optimizer, "values": values, "frozen_from": source}
+        critic = self.whole_value_head()
         if self.is_sharded and get_rank() != 0:
             save_weights(self.model, None, layout, **weights)
             return
@@ -411,7 +412,7 @@ class PI05Policy(PI05Exploration):
                 save_side_files(new, layout, self.config, self.statistics)
             if self.config.tokenizer == BUILTIN:
                 self.processor.prompts.tokenizer.save_pretrained(new)
-            self.save_value_head(new)
+            self.save_value_head(critic, new)
 
     @classmethod
     def from_pretrained(
@@ -455,6 +456,7 @@ class PI05Policy(PI05Exploration):
         folder = fetch_checkpoint(path_or_id, revision)
         saved = read_config(folder) if config is None else config
         config = changed_config(saved, {**(changes or {}), **overrides})
+        _check_frozen_precision(frozen_precision, config)
         if tokenizer is None and config.tokenizer == BUILTIN:
             tokenizer = load_builtin_tokenizer(folder)
         found = (statistics, "given") if statistics is not None else find_statistics(folder)
@@ -471,6 +473,13 @@ class PI05Policy(PI05Exploration):
             check_asked_dims({**(changes or {}), **overrides}, found[0])
             policy.set_statistics(found[0], source=found[1] if statistics is not None else f"checkpoint ({found[1]})")
         return policy
+
+
+def _check_frozen_precision(precision: str | None, config: PI05Config) -> None:
+    if precision == "fp8":
+        check_fp8(config)
+    elif precision is not None:
+        raise ValueError(f"frozen_precision={precision!r} is unknown; it is 'fp8', or None for the policy's dtype")
 
 
 def _reduced(errors_NHA: Tensor, counts_BH: Tensor, flow_draws: int) -> dict[str, Tensor]:

@@ -70,9 +70,9 @@ class PrefixCache:
         """The same cache: views of the features' memory, in the layout that `PI05Prefix` hands out."""
         streams = features.parts[KEYS_VALUES]
         lengths = features.lengths_on(streams.device)
-        longest = max(features.lengths)
-        columns = torch.arange(longest, device=lengths.device)
-        mask = None if min(features.lengths) == longest else columns < lengths[:, None]
+        width = streams.shape[2]  # features of one batch may be padded further than its longest sample
+        columns = torch.arange(width, device=lengths.device)
+        mask = None if min(features.lengths) == width else columns < lengths[:, None]
         return cls.of_streams(streams, head_dim, mask, lengths)
 
 

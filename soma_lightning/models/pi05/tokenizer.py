@@ -267,7 +267,7 @@ class PromptTokenizer:
         if lengths[longest] <= self.max_length:
             return
         message = (
-            f"the prompt of sample {longest} ({instructions[longest]!r}) has {lengths[longest]} tokens, more than "
+            f"the prompt of sample {longest} ({instructions[longest]!r:.80}) has {lengths[longest]} tokens, more than "
             f"tokenizer_max_length={self.max_length}"
         )
         if self.on_long_prompt == "error":

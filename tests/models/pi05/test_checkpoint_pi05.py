@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +215,24 @@ def test_one_error_lists_missing_unexpected_and_misshaped(model: PI05Model, tmp_
     assert all(torch.equal(before[name], p) for name, p in loaded.state_dict().items())
 
 
-def test_integer_weights_are_refused(model: PI05Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_whose_scales_are_unknown_are_refused(model: PI05Model, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = load_file(save_weights(model, tmp_path, "lerobot"))
-    tensors["model.action_in_proj.bias"] = tensors["model.action_in_proj.bias"].to(torch.int8)
+    tensors["model.action_in_proj.bias"] = tensors["model.action_in_proj.bias"].to(dtype)
     rewrite(tmp_path / "model.safetensors", tensors)
-    with pytest.raises(ValueError, match=r"1 not floating-point: model\.action_in_proj\.bias \(torch\.int8\)"):
+    message = f"1 in numbers that no checkpoint has: model.action_in_proj.bias ({dtype})"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_weights(other_model(), tmp_path)
+
+
+@pytest.mark.parametrize("start", ["", "expert."])
+def test_keys_of_no_layout_are_unexpected(model: PI05Model, start: str, tmp_path: Path) -> None:
+    long = "paligemma_with_expert.gemma_expert.model."
+    tensors = load_file(save_weights(model, tmp_path, "openpi"))
+    renamed = {key.replace(long, start): value for key, value in tensors.items()}
+    rewrite(tmp_path / "model.safetensors", renamed)
+    count = sum(key.startswith(long) for key in tensors)
+    with pytest.raises(ValueError, match=rf"{count} missing: (.|\n)*{count} unexpected: {start}layers\.0\."):
         load_weights(other_model(), tmp_path)
 
 
@@ -372,6 +386,8 @@ def test_config_json_holds_no_field_that_lerobot_refuses(tmp_path: Path) -> None
         ({"input_features": {}}, "names no camera"),
         ({"normalization_mapping": {"STATE": "MIN_MAX", "ACTION": "MIN_MAX"}}, "needs STATE and ACTION alike"),
         ({"normalization_mapping": {"STATE": "QUANTILES", "ACTION": "MEAN_STD"}}, "needs STATE and ACTION alike"),
+        ({"normalization_mapping": []}, r"normalization_mapping \[\]; pi0\.5 needs STATE and ACTION alike"),
+        ({"action_expert_variant": []}, r"action_expert_variant=\[\]; known"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -22,6 +23,15 @@ from soma_lightning.models.pi05.config import PI05Config, StreamConfig, VisionCo
         ({"action_dim": 0}, "action_dim=0 must be at least 1"),
         ({"num_inference_steps": 0}, "num_inference_steps=0 must be at least 1"),
         ({"empty_cameras": -1}, "empty_cameras=-1 must be at least 0"),
+        ({"time_beta_alpha": math.nan}, "time_beta_alpha=nan must be positive and finite"),
+        ({"time_beta_beta": 0.0}, "time_beta_beta=0.0 must be positive"),
+        ({"time_scale": 1.0}, "time_offset=0.001 and time_scale=1.0 put flow times into 0.001..1.001"),
+        ({"time_scale": math.nan}, "time_scale=nan put flow times into 0.001..nan"),
+        ({"time_scale": -0.1}, "time_scale=-0.1 put"),
+        ({"time_offset": math.nan}, "time_offset=nan"),
+        ({"time_offset": -0.1}, "time_offset=-0.1"),
+        ({"min_period": 4.0}, "min_period=4.0 must be shorter than max_period=4.0"),
+        ({"max_period": math.inf}, "max_period=inf must be positive and finite"),
         ({"time_scale": "a"}, "time_scale='a' must be float"),
         ({"cameras": "front"}, "cameras='front' must be tuple"),
         ({"cameras": [1]}, r"cameras=\(1,\) must be tuple"),

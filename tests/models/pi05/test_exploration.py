@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from soma_lightning.models import PI05Policy
 from soma_lightning.models.flow_policy import FEATURES
@@ -13,6 +14,8 @@ from soma_lightning.models.pi05.exploration import VALUE_FEATURES
 from soma_lightning.models.pi05.folder import VALUE_HEAD_FILE
 from soma_lightning.models.pi05.lora import LoRAConfig, add_lora
 from soma_lightning.models.policy import check_policy
+from soma_lightning.models.value_head import ValueHead
+from soma_lightning.rl.records import Rows, split_inputs
 
 TASKS = ["reach the cube", "pick up the red cube", "push"]
 KEYS = [(0, row, 0) for row in range(3)]
@@ -153,6 +156,34 @@ def test_the_critic_is_saved_beside_the_weights(explorer, make_policy, tmp_path)
     for name, value in policy.value_head.state_dict().items():
         assert torch.equal(again.value_head.state_dict()[name], value)
     policy.save_pretrained(tmp_path / "policy")  # its own files are replaced, not refused
+
+
+def test_rows_in_another_order_and_split_score_the_same(explorer, observation):
+    policy = explorer()
+    _, result = policy.predict_action_batch(observation, mode="train")
+    tensors, samples = split_inputs(result["forward_inputs"])
+    nothing = torch.zeros(3)
+    rows = Rows(tensors, samples, result["prev_logprobs"], nothing, nothing, nothing)
+    for index in ([2, 0], [1]):
+        order = torch.tensor(index)
+        with torch.no_grad():
+            replay = policy.default_forward(rows.forward_inputs(order, torch.device("cpu")))
+        ratio = (replay["logprobs"] - result["prev_logprobs"][order]).sum((1, 2)).exp()
+        assert (ratio - 1).abs().max().item() <= 1e-4
+        torch.testing.assert_close(replay["values"], result["prev_values"][order], rtol=0, atol=1e-5)
+
+
+def test_a_saved_critic_of_other_sizes_is_refused(explorer, make_policy, tmp_path):
+    weights = ValueHead(5).state_dict()
+    save_file(weights, tmp_path / "value_head.safetensors")
+    with pytest.raises(ValueError, match="does not fit this policy's value head"):
+        make_policy().add_value_head(tmp_path)
+
+
+def test_values_are_computed_unless_they_are_not_wanted(explorer, observation):
+    policy = explorer()
+    assert "prev_values" in policy.predict_action_batch(observation, mode="train")[1]
+    assert "prev_values" not in policy.predict_action_batch(observation, mode="train", compute_values=False)[1]
 
 
 @pytest.mark.parametrize(

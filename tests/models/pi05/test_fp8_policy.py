@@ -81,9 +81,17 @@ def test_the_registry_builds_it(folder):
         ({"frozen_precision": "fp8", "changes": CHANGES, "trainable": "all"}, "needs trainable='expert'"),
     ],
 )
-def test_what_cannot_be_in_fp8_is_refused(folder, more, message):
+def test_what_cannot_be_in_fp8_is_refused_before_weights_are_read(folder, more, message):
+    (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=message):
         PI05Policy.from_pretrained(folder, **more)
+
+
+def test_a_prefix_in_fp8_is_not_thawed(folder):
+    policy = quantized(folder)
+    with pytest.raises(ValueError, match="the prefix is in fp8, which does not train"):
+        policy.model.freeze("all")
+    policy.model.freeze("expert")
 
 
 def test_fresh_weights_are_not_quantized(make_policy):

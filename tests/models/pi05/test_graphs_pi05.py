@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from soma_lightning.models.pi05 import graphs
 from soma_lightning.models.pi05.config import PI05Config
 from soma_lightning.models.pi05.model import PI05Model
 from soma_lightning.models.pi05.prefix import PrefixCache
@@ -23,22 +25,22 @@ def make_model(device: str) -> PI05Model:
     return model.to(device)
 
 
-def make_prefix(rows: int, length: int, *, stacked: bool, ragged: bool) -> PrefixCache:
+def make_prefix(rows: int, length: int, *, stacked: bool, ragged: bool, device: str = "cuda") -> PrefixCache:
     layers, width = 2 * CONFIG.language.depth, CONFIG.language.head_dim
-    streams = torch.randn(layers, rows, length, width, device="cuda", dtype=torch.bfloat16)
-    lengths = torch.full((rows,), length, device="cuda")
+    streams = torch.randn(layers, rows, length, width, device=device, dtype=torch.bfloat16)
+    lengths = torch.full((rows,), length, device=device)
     mask = None
     if ragged:
-        lengths = torch.randint(1, length, (rows,), device="cuda")
+        lengths = torch.randint(1, length, (rows,), device=device)
         lengths[0] = length
-        mask = torch.arange(length, device="cuda") < lengths[:, None]
+        mask = torch.arange(length, device=device) < lengths[:, None]
     prefix = PrefixCache.of_streams(streams, width, mask, lengths)
     return prefix if stacked else PrefixCache(prefix.keys, prefix.values, mask, lengths)
 
 
-def draws(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def draws(rows: int, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
     shape = (rows, CONFIG.chunk_size, CONFIG.max_action_dim)
-    return torch.randn(shape, device="cuda"), torch.randn(shape, device="cuda"), torch.rand(rows, device="cuda")
+    return torch.randn(shape, device=device), torch.randn(shape, device=device), torch.rand(rows, device=device)
 
 
 def gradients(model: PI05Model) -> list[Tensor]:
@@ -144,9 +146,64 @@ def test_a_prefix_that_trains_would_get_no_gradients():
     model.freeze("all")
     with pytest.raises(ValueError, match="a part of the prefix trains"):
         model.use_cuda_graphs()
+    model.freeze("expert")
+    model.use_cuda_graphs()
+    with pytest.raises(ValueError, match="trainable='all' and CUDA graphs of the expert exclude each other"):
+        model.freeze("all")
+    prefix = make_prefix(1, 4, stacked=False, ragged=False, device="cpu")
+    prefix.keys[0].requires_grad_()
+    with pytest.raises(ValueError, match="the prefix trains"):
+        model.velocity(prefix, *draws(1, "cpu")[1:])
 
 
 def test_a_copied_model_has_no_graphs():
     model = make_model("cpu")
     model.use_cuda_graphs()
     assert copy.deepcopy(model).graphs is None
+
+
+class Replayed:
+    """In the place of a recording: a replay runs the function on the same memory, without a GPU."""
+
+    def __init__(self, inputs: Any, run: Any, parameters: Any, pool: Any) -> None:
+        self.inputs, self.run, self.forward = inputs, run, self
+        self.out = run(inputs).detach()
+
+    def replay(self) -> None:
+        self.out.copy_(self.run(self.inputs))
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Recording", Replayed)
+    monkeypatch.setattr(graphs.ExpertGraphs, "check", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_recorded_in_validation_serves_outside_and_the_other_way_round(without_gpu, first: bool):
+    eager, graphed = make_model("cpu"), make_model("cpu")
+    graphed.use_cuda_graphs(bucket=8)
+    for inference in (first, not first):
+        with torch.inference_mode(inference):
+            prefix = make_prefix(2, 13, stacked=True, ragged=True, device="cpu")
+            noise, x_t, time = draws(2, "cpu")
+            for model in (eager, graphed):
+                for p in model.expert.parameters():
+                    p.data.add_(0.01 * p.sign())
+            wanted = eager.sample_actions(prefix, noise, 3)
+            torch.testing.assert_close(graphed.sample_actions(prefix, noise, 3), wanted, rtol=0.02, atol=0.02)
+            with torch.no_grad():
+                wanted = eager.velocity(prefix, x_t, time)
+                torch.testing.assert_close(graphed.velocity(prefix, x_t, time), wanted, rtol=0.02, atol=0.02)
+    assert len(graphed.graphs._recordings) == 2
+
+
+def test_inputs_of_another_dtype_are_not_rounded_to_those_of_before(without_gpu):
+    eager, graphed = make_model("cpu"), make_model("cpu")
+    graphed.use_cuda_graphs(bucket=8)
+    prefix = make_prefix(2, 8, stacked=True, ragged=False, device="cpu")
+    _, x_t, time = draws(2, "cpu")
+    with torch.no_grad():
+        graphed.velocity(prefix, x_t.bfloat16(), time)
+        assert torch.equal(graphed.velocity(prefix, x_t, time), eager.velocity(prefix, x_t, time))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -227,8 +228,12 @@ def test_rlinfs_configuration(make_policy):
         ({"targets": r"expert\.nothing"}, "fits no linear layer"),
         ({"full": ["head"]}, r"full=\['head'\] are no modules"),
         ({"full": ["expert"]}, "both in lora targets and in full"),
-        ({"rank": 0}, "rank=0 must be at least 1"),
+        ({"full": "expert"}, r"full='expert' must be a list of modules: \['expert'\]"),
+        ({"full": ["prefix.paligemma.language_model.norm"]}, "has nothing that the loss can reach"),
+        ({"rank": 0}, "rank=0 must be a whole number, at least 1"),
+        ({"rank": "8"}, "rank='8' must be a whole number"),
         ({"alpha": 0.0}, "alpha=0.0 must be positive"),
+        ({"alpha": math.nan}, "alpha=nan must be positive and finite"),
         ({"dtype": "float16"}, "dtype='float16' must be one of"),
         ({"targets": "("}, "no regular expression"),
     ],
@@ -246,8 +251,14 @@ def test_an_order_that_does_not_work_is_refused(make_policy):
     with pytest.raises(ValueError, match="add adapters before"):
         add_lora(policy.model, LoRAConfig())
     policy = make_policy()
+    add_lora(policy.model, LoRAConfig(targets=r"expert\.action_(in|out)_proj"))
+    with pytest.raises(ValueError, match="would change nothing, because no layer trains"):
+        policy.model.gradient_checkpointing_enable()
+    policy = make_policy()
     with pytest.raises(ValueError, match="no adapters to save"):
         save_adapter(policy.model, "nowhere")
     add_lora(policy.model, LoRAConfig())
     with pytest.raises(ValueError, match="adapters already"):
         add_lora(policy.model, LoRAConfig())
+    with pytest.raises(ValueError, match="adapters say what trains"):
+        policy.model.freeze("expert")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from soma_lightning.models.pi05.config import PI05Config
+from soma_lightning.models.pi05.lora import LoRAConfig, add_lora
 from soma_lightning.models.pi05.memory import GIB, Batch, estimate_memory
 from soma_lightning.models.pi05.model import PI05Model
 
@@ -64,10 +65,8 @@ def test_what_changes_the_activations():
     assert estimate_memory(full_size(), Batch(16, 2, 60), masters=True).activations == 2 * expert.activations
 
 
-@pytest.mark.parametrize("trainable", ["expert", "all_but_vision", "all"])
-def test_activations_are_what_autograd_keeps(trainable: str, make_policy, make_batch):
-    """On the tiny network in fp32."""
-    policy, batch = make_policy(trainable=trainable, dtype="float32"), make_batch(3)
+def kept_by_autograd(policy, batch) -> int:
+    """Bytes that wait for the backward pass, without parameters."""
     kept: dict[int, int] = {}
     parameters = {p.untyped_storage().data_ptr() for p in policy.parameters()}
 
@@ -79,5 +78,27 @@ def test_activations_are_what_autograd_keeps(trainable: str, make_policy, make_b
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         policy.sft_forward(batch, generator=torch.Generator().manual_seed(5))["loss"]
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("trainable", ["expert", "all_but_vision", "all"])
+def test_activations_are_what_autograd_keeps(trainable: str, make_policy, make_batch):
+    """On the tiny network in fp32."""
+    policy, batch = make_policy(trainable=trainable, dtype="float32"), make_batch(3)
     found = estimate_memory(policy.model, Batch(3, 2, 20), masters=False)
-    assert found.activations + found.prefix == pytest.approx(sum(kept.values()), rel=0.2)
+    assert found.activations + found.prefix == pytest.approx(kept_by_autograd(policy, batch), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("targets", "full"), [("expert", ()), ("paligemma", ()), ("paligemma", ("expert",)), ("openpi", ())]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_keep_copies_of_what_they_read_and_frozen_layers_nothing(
+    targets: str, full: tuple[str, ...], dtype: str, make_policy, make_batch
+):
+    """Adapters in fp32 on a network in bf16, which is what `LoRAConfig` makes of one, and in their own dtype."""
+    pytest.importorskip("peft", reason="needs `pip install 'soma-lightning[lora]'`")
+    policy, batch = make_policy(dtype="bfloat16"), make_batch(3)
+    add_lora(policy.model, LoRAConfig(rank=8, targets=targets, full=full, dtype=dtype))
+    found = estimate_memory(policy.model, Batch(3, 2, 20), masters=False)
+    assert found.activations + found.prefix == pytest.approx(kept_by_autograd(policy, batch), rel=0.2)

@@ -356,7 +356,7 @@ def test_flow_inputs_that_do_not_fit_are_refused() -> None:
         model.velocity(prefix, noise, time[:1])
     with pytest.raises(ValueError, match="actions have 1 rows, but the prefix has 3"):
         model.flow_loss(prefix, torch.zeros(1, H, A), noise, time)
-    with pytest.raises(ValueError, match="num_steps=0 must be at least 1"):
+    with pytest.raises(ValueError, match="num_steps=0 must be a whole number, at least 1"):
         model.sample_actions(prefix, noise, num_steps=0)
 
 
@@ -395,6 +395,9 @@ def test_training_everything_leaves_only_the_dead_end_frozen() -> None:
     assert not model.prefix.paligemma.vision_tower.training
     with pytest.raises(ValueError, match="trainable='head' must be one of .*'all_but_vision', 'all'"):
         model.freeze("head")  # type: ignore[arg-type]
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="checkpointed already; freeze before that"):
+        model.freeze("all")
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

@@ -194,8 +194,10 @@ def test_sampling_is_seeded_and_uses_the_configured_steps(make_policy, make_batc
     noise = torch.randn(3, 8, 7, generator=torch.Generator().manual_seed(1))
     assert torch.equal(one, policy.sample_actions(batch, noise, num_steps=5))
     assert not torch.equal(one, policy.sample_actions(batch, noise, num_steps=2))
-    with pytest.raises(ValueError, match="num_steps=0 must be at least 1"):
+    with pytest.raises(ValueError, match="num_steps=0 must be a whole number, at least 1"):
         policy.sample_actions(batch, num_steps=0)
+    with pytest.raises(ValueError, match=r"num_steps=1\.5 must be a whole number"):
+        policy.sample_actions(batch, num_steps=1.5)
     with pytest.raises(ValueError, match=r"noise must be \[3, 8, 7\]"):
         policy.sample_actions(batch, noise[:2])
 
@@ -359,6 +361,9 @@ def test_builder_of_the_registry(make_policy, tmp_path):
     ("cfg", "message"),
     [
         ({"size": "tiny", "is_lora": True, "trainable": "all"}, "trainable='all' has no effect with lora"),
+        ({"size": "tiny", "is_lora": "false"}, "is_lora='false' must be true or false"),
+        ({"size": "tiny", "cuda_graphs": "false"}, "cuda_graphs='false' must be true or false"),
+        ({"size": "tiny", "dtype": "bfloat16"}, r"precision \(float32\) and dtype='bfloat16' contradict each other"),
         ({"size": "small"}, "size='small' is unknown; known: base, tiny"),
         ({"size": "tiny", "chunk": 4}, r"no configuration field 'chunk'; nearest: \['chunk_size'"),
         ({"size": "tiny", "revision": "x"}, "revision='x' has no effect without model_path"),

@@ -195,6 +195,11 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(make_policy, tmp_path, mo
 def test_checkpoints_that_are_not_there(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="there is no checkpoint folder .*nowhere"):
         PI05Policy.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "model.safetensors").touch()
+    monkeypatch.chdir(tmp_path)  # the relative path looks like a hub id
+    with pytest.raises(NotADirectoryError, match=r"owner/model\.safetensors is a file; pass the folder .*/owner$"):
+        PI05Policy.from_pretrained("owner/model.safetensors")
     with pytest.raises(ValueError, match="revision='v1' has no effect on the local folder"):
         PI05Policy.from_pretrained(tmp_path, revision="v1")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
