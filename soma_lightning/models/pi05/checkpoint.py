@@ -173,8 +173,8 @@ def save_weights(
     path: a folder (then `model.safetensors` inside it) or a file name that ends in .safetensors. Dtypes are kept, but
     `optimizer`'s fp32 masters are written in the place of the bf16 parameters that they belong to, and `values` (by our
     parameter names) in the place of any; adapters are merged into float32. frozen_from: the checkpoint from which a
-    prefix was loaded that is in fp8 now, or released; the prefix is copied from there. A sharded model is saved by all ranks together: one has
-    the path, the others None.
+    prefix was loaded that is in fp8 now, or released; the prefix is copied from there. A sharded model is saved by all
+    ranks together: one has the path, the others None.
     """
     masters = {} if optimizer is None else master_values(model, optimizer)
     frozen = {} if frozen_from is None else _prefix_tensors(model, frozen_from)

@@ -162,7 +162,7 @@ class PI05Processor:
         return ModelInputs(images, masks, tokens.to(images[0].device), token_mask)
 
     def images(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
-        """The images of `ModelInputs` alone: float32 [B, 3, R, R] in [-1, 1], one a camera of `batch`, in slot order."""
+        """The images of `ModelInputs` alone: float32 [B, 3, R, R] in [-1, 1], one a camera of `batch`, by slot."""
         return [self._image(batch[name]) for name in self.config.cameras if name in batch]
 
     def _present_cameras(self, batch: Mapping[str, Any]) -> list[str]:
