@@ -27,7 +27,9 @@ def test_straight_to_the_goal_is_rewarded_once():
         rewards.append(outcome.reward)
         if outcome.done:
             break
-    assert outcome.terminated and outcome.success and not outcome.truncated
+    assert outcome.terminated
+    assert outcome.success
+    assert not outcome.truncated
     assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
     assert len(rewards) == math.ceil((distance - 0.10) / 0.12)
 
@@ -37,7 +39,8 @@ def test_the_limit_truncates():
     env.reset("reach", 0)
     outcomes = [env.step(np.zeros(2)) for _ in range(MAX_STEPS)]
     assert [outcome.truncated for outcome in outcomes] == [False] * (MAX_STEPS - 1) + [True]
-    assert not outcomes[-1].terminated and not outcomes[-1].success
+    assert not outcomes[-1].terminated
+    assert not outcomes[-1].success
     with pytest.raises(RuntimeError, match="has ended after 24 steps"):
         env.step(np.zeros(2))
 
@@ -54,7 +57,8 @@ def test_without_end_on_success_the_reward_is_still_paid_once():
     env.reset("reach", 1)
     outcomes = [env.step(straight(env)) for _ in range(MAX_STEPS)]
     assert sum(outcome.reward for outcome in outcomes) == 1.0
-    assert outcomes[-1].truncated and outcomes[-1].success
+    assert outcomes[-1].truncated
+    assert outcomes[-1].success
 
 
 def test_goals_lie_on_the_ring_and_follow_stream_and_number():
@@ -68,9 +72,11 @@ def test_goals_lie_on_the_ring_and_follow_stream_and_number():
 
     first = goals(0)
     radii = np.linalg.norm(first, axis=1)
-    assert radii.min() >= 0.8 and radii.max() <= 1.2
+    assert radii.min() >= 0.8
+    assert radii.max() <= 1.2
     assert np.histogram(np.arctan2(first[:, 1], first[:, 0]), bins=4, range=(-math.pi, math.pi))[0].min() > 90
-    assert np.array_equal(first, goals(0)) and not np.array_equal(first, goals(1))
+    assert np.array_equal(first, goals(0))
+    assert not np.array_equal(first, goals(1))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,8 @@ def test_workers_do_what_this_process_does():
             observation = group.observe([0, 1, 2])
             assert observation["main_images"] is None
             seen.append(observation["states"])
-    assert np.array_equal(seen[0], seen[1]) and seen[0].shape == (3, 6)
+    assert np.array_equal(seen[0], seen[1])
+    assert seen[0].shape == (3, 6)
 
 
 def test_the_group_says_that_an_episode_was_cut_off():
@@ -119,13 +126,16 @@ def test_the_group_says_that_an_episode_was_cut_off():
         for _ in range(5):
             assert not group.execute([0], np.zeros((1, 4, 2), np.float32))[0].truncated
         outcome = group.execute([0], np.zeros((1, 9, 2), np.float32))[0]
-        assert outcome.done and outcome.truncated and outcome.steps == 4
+        assert outcome.done
+        assert outcome.truncated
+        assert outcome.steps == 4
 
 
 def test_the_demonstrator_steers_beside_the_goal():
     states = np.array([[0.0, 0.0, 1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 2.0, 0.0, 2.0]])
     chunks = demonstrate(states, 4, np.random.default_rng(0), noise=0.0)
     turned = 0.6 * math.sqrt(0.5)
-    assert chunks.shape == (2, 4, 2) and chunks.dtype == np.float32
+    assert chunks.shape == (2, 4, 2)
+    assert chunks.dtype == np.float32
     assert chunks[0, 3] == pytest.approx([turned, turned], abs=1e-6)
     assert chunks[1, 0] == pytest.approx([-turned, turned], abs=1e-6)

@@ -40,7 +40,9 @@ def test_unpacking_gives_back_what_was_packed():
     sent = fragment()
     tensors, facts = sent.pack()
     got = Fragment.unpack(tensors, json.loads(json.dumps(facts)), version=3)
-    assert set(got.inputs) == set(sent.inputs) and got.version == 3 and got.episodes == sent.episodes
+    assert set(got.inputs) == set(sent.inputs)
+    assert got.version == 3
+    assert got.episodes == sent.episodes
     for name, value in sent.inputs.items():
         assert torch.equal(got.inputs[name], value)
     assert torch.equal(got.log_probs, sent.log_probs)
@@ -49,7 +51,8 @@ def test_unpacking_gives_back_what_was_packed():
     for mine, theirs in zip(got.samples, sent.samples, strict=True):
         assert set(mine) == {"keys_values", "scales"}
         for part in mine:
-            assert mine[part].dtype == theirs[part].dtype and torch.equal(mine[part], theirs[part])
+            assert mine[part].dtype == theirs[part].dtype
+            assert torch.equal(mine[part], theirs[part])
 
 
 def test_features_travel_without_padding_and_without_a_copy_at_the_end():
@@ -64,7 +67,8 @@ def test_rows_of_several_fragments_keep_their_order():
     first, second = fragment(3), fragment(2, lengths=(2, 2, 1, 6))
     second.version = 4
     rows = Rows.of([first, second])
-    assert len(rows) == 10 and rows.version.tolist() == [3] * 6 + [4] * 4
+    assert len(rows) == 10
+    assert rows.version.tolist() == [3] * 6 + [4] * 4
     assert torch.equal(
         rows.values, torch.cat([first.timeline.values[:-1].flatten(), second.timeline.values[:-1].flatten()])
     )
