@@ -144,7 +144,7 @@ class FlowSDE:
             return after * torch.cos(level * (math.pi / 2)), after * torch.sin(level * (math.pi / 2))
         # At i = 0 the denominator 1 - t is that of the next step, so that sigma stays finite.
         safe = i.clamp(min=1)
-        deviation = torch.where(i == 0, level, level * ((K - i) / (safe * K)).sqrt())
+        deviation = level * ((K - i) / (safe * K)).sqrt()
         return (K - 1 - i) / K - level.square() / (2 * safe), deviation
 
     @torch.no_grad()

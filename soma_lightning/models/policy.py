@@ -7,7 +7,7 @@ names are RLinf's); `check_policy` runs a policy through it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -82,6 +82,10 @@ class BasePolicy(nn.Module):
         `action` [B, C * A], the returned actions.
         """
         raise self._missing("predict_action_batch")
+
+    def replay_entries(self, recorded: Collection[str]) -> Collection[str]:
+        """Which of the recorded entries `default_forward` reads: a learner need not move the others to its device."""
+        return recorded
 
     def predict_values(self, env_obs: EnvObservation) -> Tensor:
         """State values [B] of B observations, for returns that are cut off.

@@ -86,7 +86,7 @@ class LocalEngine(RolloutEngine):
         self._environment = _per_worker(environment, num_workers)
         self._build = _pickled(make_collector)
         self._schedule = Schedule(fragments_per_update, max_lag)
-        self._writer = SnapshotWriter(device)
+        self._writer = SnapshotWriter(device, num_workers + 2)  # so that there is always one to write into
         self._stats = EngineStats(arena_bytes=arena_bytes * num_workers)
         self._inherited: dict[str, str] = {}
         self._workers: list[RolloutWorker] = []

@@ -165,7 +165,7 @@ class PPOLearner:
         scored again with this learner's own forward, in the micro-batches of the first epoch, so that the first ratio
         is exactly 1; how far the rollouts' own scores were off is logged as logp_gap.
         """
-        rows = Rows.of(fragments)
+        rows = Rows.of(fragments, getattr(self.policy, "replay_entries", lambda names: names))
         columns = self._columns(rows, fragments)
         logged = _explained(columns)
         order = self._order(len(rows), epoch=0)

@@ -63,8 +63,13 @@ class LoopSettings:
             raise ValueError(f"engine={self.engine!r} must be 'local' or 'sync'")
         if not 0 <= self.max_lag <= 2:
             raise ValueError(f"max_lag={self.max_lag} must lie in 0..2: what acted longer ago teaches little")
-        if self.engine == "sync" and self.workers != 1:
-            raise ValueError(f"engine='sync' collects in this process, so workers={self.workers} has no effect; set 1")
+        if self.engine == "sync":
+            for name, value in (("workers", 1), ("max_lag", 1), ("arena_mb", 1024)):
+                if getattr(self, name) != value:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} has no effect with engine='sync', which collects in this "
+                        "process; leave it out"
+                    )
 
 
 @dataclass

@@ -9,7 +9,7 @@ H action horizon, A action width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -139,15 +139,23 @@ class Rows:
     version: Tensor
 
     @classmethod
-    def of(cls, fragments: Sequence[Fragment]) -> Rows:
-        """All rows of `fragments`, which recorded the same entries. Raises ValueError when they did not."""
+    def of(
+        cls, fragments: Sequence[Fragment], wanted: Callable[[Collection[str]], Collection[str]] = lambda names: names
+    ) -> Rows:
+        """All rows of `fragments`, which recorded the same entries. Raises ValueError when they did not.
+
+        wanted: which of the recorded entries to take (`BasePolicy.replay_entries`).
+        """
         first = fragments[0]
         for other in fragments[1:]:
             if set(other.inputs) != set(first.inputs) or (other.samples is None) != (first.samples is None):
                 raise ValueError("fragments recorded different entries; all workers must run the same policy")
         samples = None if first.samples is None else [one for part in fragments for one in part.samples or ()]
+        names = wanted([*first.inputs, *([] if samples is None else [FEATURES])])
         return cls(
-            inputs={name: torch.cat([part.inputs[name] for part in fragments]) for name in first.inputs},
+            inputs={
+                name: torch.cat([part.inputs[name] for part in fragments]) for name in first.inputs if name in names
+            },
             samples=samples,
             log_probs=torch.cat([part.log_probs for part in fragments]),
             values=torch.cat([part.timeline.values[:-1].flatten() for part in fragments]),

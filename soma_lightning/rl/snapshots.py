@@ -1,6 +1,6 @@
 """How do new weights reach the rollout processes, whole and without anybody waiting for them?
 
-The learner writes a version into one of three slots of shared memory, never into one that a rollout process is leased.
+The learner writes a version into one of a few slots of shared memory, never into one that a rollout process is leased.
 There a thread copies it into private memory, verifies version and checksums and gives the lease back; the collector
 puts it in place when its next fragment begins. Who holds a lease is the learner's knowledge alone, so a reader that is
 killed takes none with it.
@@ -18,6 +18,7 @@ from torch import Tensor
 from soma_lightning.rl.blocks import ALIGNMENT, Block, BlockLayout, aligned, fill, finish_copies, lay_out, views
 from soma_lightning.rl.engine import check_fit
 
+#: Enough for one reader: the slot that it holds, the current one, and one to write. Each further reader may hold one.
 NUM_SLOTS = 3
 _HEADER = BlockLayout((), ALIGNMENT)  # the version, int64, in the first bytes of a slot
 
@@ -49,8 +50,8 @@ class SnapshotWriter:
     Slots are allocated by the first `publish`, which fixes names, shapes and dtypes.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = device
+    def __init__(self, device: torch.device | str = "cpu", num_slots: int = NUM_SLOTS) -> None:
+        self._device, self._num_slots = device, num_slots
         self.layout: BlockLayout | None = None
         self.slots: list[Block] = []
         self._current: Snapshot | None = None
@@ -103,7 +104,7 @@ class SnapshotWriter:
     def _prepare(self, tensors: Mapping[str, Tensor]) -> BlockLayout:
         if self.layout is None:
             self.layout = lay_out(tensors, begin=_HEADER.num_bytes)
-            self.slots = [Block(self.layout.num_bytes, self._device) for _ in range(NUM_SLOTS)]
+            self.slots = [Block(self.layout.num_bytes, self._device) for _ in range(self._num_slots)]
             for slot in self.slots:
                 slot.memory.zero_()  # the bytes between tensors are summed too
         check_fit(tensors, {field.name: field.to_meta() for field in self.layout.fields})
@@ -111,7 +112,7 @@ class SnapshotWriter:
 
     def _unread_slot(self) -> int | None:
         """One that nobody is leased, rather not the current one: who comes meanwhile still finds that."""
-        unread = [slot for slot in range(NUM_SLOTS) if slot not in self._leases.values()]
+        unread = [slot for slot in range(self._num_slots) if slot not in self._leases.values()]
         current = self._current.slot if self._current is not None else None
         return min(unread, key=lambda slot: slot == current, default=None)
 

@@ -17,6 +17,7 @@ from soma_lightning.models.flow_mlp import FlowMLPConfig, FlowMLPPolicy
 from soma_lightning.rl.loop import LoopSettings
 from soma_lightning.rl.outputs import RunFolder
 from soma_lightning.rl.ppo import PPOConfig
+from soma_lightning.rl.rollout import RolloutSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ["--loop.iterations", "2", "--loop.engine", "sync", "--loop.workers", "1", "--loop.fragments_per_update", "1"]
@@ -150,5 +151,8 @@ def test_a_learner_that_never_acts_saves_the_backbone_it_did_not_hold(pi05, tmp_
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes/ppo").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_names_settings_that_exist(recipe: Path):
     config = yaml.safe_load(recipe.read_text())
-    LoopSettings(**config["loop"])
-    PPOConfig(**config["ppo"])
+    built = (LoopSettings(**config["loop"]), PPOConfig(**config["ppo"]), RolloutSettings(**config["rollout"]))
+    for name, one in zip(("loop", "ppo", "rollout"), built, strict=True):
+        assert {key: getattr(one, key) for key in config[name] if key != "tasks"} == {
+            key: value for key, value in config[name].items() if key != "tasks"
+        }

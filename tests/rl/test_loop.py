@@ -7,13 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from soma_lightning.models import registry
 from soma_lightning.models.flow_sde import FlowSDE
-from soma_lightning.models.registry import register_model
 from soma_lightning.rl.loop import LoopSettings, build_policy, train_ppo
 from soma_lightning.rl.ppo import PPOConfig
 from tests.rl.gaussian import build
 
-register_model("gaussian_test", build, force=True)
+
+@pytest.fixture
+def gaussian(monkeypatch):
+    """Registers the policy that is no flow, for one test."""
+    monkeypatch.setattr(registry, "_models", dict(registry._models))
+    registry.register_model("gaussian_test", build)
+    return {"model_type": "gaussian_test"}
 
 
 def weights(result):
@@ -61,8 +67,8 @@ def test_a_damaged_state_is_refused(start, rollout, sync, small_ppo, tmp_path):
         train_ppo(start, rollout, sync, small_ppo, FlowSDE(4), state=tmp_path / "a.ckpt")
 
 
-def test_a_policy_that_is_no_flow_learns_in_the_same_loop(rollout, sync, small_ppo):
-    result = train_ppo({"model_type": "gaussian_test"}, rollout, sync, small_ppo)
+def test_a_policy_that_is_no_flow_learns_in_the_same_loop(gaussian, rollout, sync, small_ppo):
+    result = train_ppo(gaussian, rollout, sync, small_ppo)
     assert result.history[0]["logp_gap_max"] <= 1e-5
     assert result.history[0]["entropy"] > 0
 
@@ -101,8 +107,8 @@ def test_settings_out_of_range_are_named(settings, message):
         LoopSettings(**{"iterations": 1, **settings})
 
 
-def test_flow_settings_go_with_flow_policies(start, rollout, sync):
+def test_flow_settings_go_with_flow_policies(gaussian, start, rollout, sync):
     with pytest.raises(ValueError, match="explores by stochastic denoising steps; set flow"):
         train_ppo(start, rollout, sync, PPOConfig())
     with pytest.raises(ValueError, match="GaussianPolicy is no FlowPolicy"):
-        train_ppo({"model_type": "gaussian_test"}, rollout, sync, PPOConfig(), FlowSDE(4))
+        train_ppo(gaussian, rollout, sync, PPOConfig(), FlowSDE(4))

@@ -132,9 +132,10 @@ def test_a_policy_that_is_no_flow_learns_in_the_same_loop(monkeypatch: pytest.Mo
     result = train_ppo(
         {"model_type": "gaussian"},
         RolloutSettings("point_reach", envs_per_worker=64, decisions=6, executed_steps=CHUNK),
-        LoopSettings(10, engine="sync", evaluate_every=EVERY),
+        LoopSettings(10, engine="sync"),
         PPOConfig(lr=1e-3, value_lr=1e-3, minibatch_size=128, micro_batch_size=128, epochs=4),
         evaluate=success,
+        evaluate_every=EVERY,
     )
     curve = [row["success"] for row in result.history if "success" in row]
     before = success(imitating_gaussian(None, None))["success"]

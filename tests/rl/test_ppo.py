@@ -250,6 +250,9 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], message: str)
 
 
 def test_settings_that_are_left_open() -> None:
-    PPOConfig(dual_clip=None, value_clip=None, huber_delta=None, target_kl=None)
-    PPOConfig(lr=0.0, value_lr=0, weight_decay=0, epochs=1, minibatch_size=1, micro_batch_size=1, gamma=1, dual_clip=1)
-    PPOConfig(recompute_log_probs=False, interpolate_proximal=True, max_behaviour_weight=3.0)
+    assert PPOConfig(dual_clip=None, value_clip=None, huber_delta=None, target_kl=None).value_clip is None
+    least = PPOConfig(lr=0.0, value_lr=0, weight_decay=0, epochs=1, minibatch_size=1, micro_batch_size=1, dual_clip=1)
+    assert (least.lr, least.minibatch_size, least.dual_clip) == (0.0, 1, 1)
+    assert PPOConfig(
+        recompute_log_probs=False, interpolate_proximal=True, max_behaviour_weight=3.0
+    ).interpolate_proximal

@@ -9,7 +9,7 @@ B batch, H action horizon (chunk), A_max the model's action width, L prompt toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,12 @@ class PI05Exploration(FlowPolicy):
         prepared = self.processor.images(images)
         masks = [torch.ones(len(image), dtype=torch.bool) for image in prepared]
         return self.model.encode_prefix(prepared, masks, recorded[PROMPT], recorded[PROMPT_MASK].cpu())
+
+    def replay_entries(self, recorded: Collection[str]) -> Collection[str]:
+        """Without images and prompt, where features stand for them."""
+        if FEATURES not in recorded:
+            return recorded
+        return {name for name in recorded if not name.startswith((IMAGE_PREFIX, PROMPT))}
 
     def velocity(self, context: PrefixCache, x_t: Tensor, time: Tensor) -> Tensor:
         return self.model.velocity(context, x_t, time)

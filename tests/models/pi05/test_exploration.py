@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import lightning as L  # noqa: N812 (Lightning's own convention)
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from soma_lightning import FabricSomaSpeedStrategy
 from soma_lightning.models import PI05Policy
 from soma_lightning.models.flow_policy import FEATURES
 from soma_lightning.models.flow_sde import FlowSDE
@@ -15,7 +17,9 @@ from soma_lightning.models.pi05.folder import VALUE_HEAD_FILE
 from soma_lightning.models.pi05.lora import LoRAConfig, add_lora
 from soma_lightning.models.policy import check_policy
 from soma_lightning.models.value_head import ValueHead
-from soma_lightning.rl.records import Rows, split_inputs
+from soma_lightning.rl.learner import PPOLearner
+from soma_lightning.rl.ppo import PPOConfig
+from soma_lightning.rl.records import Fragment, Rows, Timeline, split_inputs
 
 TASKS = ["reach the cube", "pick up the red cube", "push"]
 KEYS = [(0, row, 0) for row in range(3)]
@@ -184,6 +188,31 @@ def test_values_are_computed_unless_they_are_not_wanted(explorer, observation):
     policy = explorer()
     assert "prev_values" in policy.predict_action_batch(observation, mode="train")[1]
     assert "prev_values" not in policy.predict_action_batch(observation, mode="train", compute_values=False)[1]
+
+
+@pytest.mark.parametrize("has_features", [True, False])
+def test_an_update_of_ppo_starts_at_ratio_one(explorer, observation, has_features):
+    """In micro-batches of two rows, which pad another way than the rollout's three."""
+    policy = explorer()
+    _, result = policy.predict_action_batch(observation, mode="train")
+    tensors, samples = split_inputs(result["forward_inputs"])
+    if not has_features:
+        del tensors[VALUE_FEATURES]
+    row = torch.zeros(1, 3)
+    over = torch.ones(1, 3, dtype=torch.bool)
+    values = torch.stack([result["prev_values"], torch.zeros(3)])
+    timeline = Timeline(torch.tensor([[0.0, 1.0, 0.0]]), values, over, ~over, row, torch.full((1, 3), 8))
+    fragment = Fragment(tensors, samples if has_features else None, result["prev_logprobs"], timeline, [], 0)
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricSomaSpeedStrategy(report=False))
+    config = PPOConfig(epochs=1, minibatch_size=3, micro_batch_size=2, lr=1e-4)
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    logged = PPOLearner(fabric, policy, config).update([fragment])
+    assert logged["ratio_deviation"] == 0
+    assert logged["logp_gap_max"] < 1e-2  # summed over 56 numbers
+    for name, p in policy.named_parameters():
+        is_equal = torch.equal(p, before[name])
+        assert is_equal or p.requires_grad, name
+    assert (policy.value_head.layers[-1].bias - before["value_head.layers.6.bias"]).abs().item() > 0
 
 
 @pytest.mark.parametrize(
