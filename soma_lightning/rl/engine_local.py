@@ -56,8 +56,8 @@ class LocalEngine(RolloutEngine):
     for its fragments, from the collector to `FragmentLease.release`. environment: variables of all processes, or of
     each one, such as CUDA_VISIBLE_DEVICES. device: where fragments and snapshots lie on their way; "cuda" shares them
     by CUDA IPC between processes that see the same GPUs. start_timeout_s: to build a collector. fragment_timeout_s: to
-    collect one fragment, without the time that the learner's leases leave no memory; a process that takes longer is
-    ended. max_restarts_per_hour: of all processes together; one more is an error.
+    collect one fragment, without the time that the learner's leases leave no memory, and to copy a snapshot; a process
+    that takes longer is ended. max_restarts_per_hour: of all processes together; one more is an error.
 
     A process that dies, hangs or raises loses the fragment that it was collecting, and another takes its place; what it
     had finished stays readable. Raises ValueError for settings out of range, TypeError when `make_collector` cannot be
@@ -313,7 +313,7 @@ class LocalEngine(RolloutEngine):
         with self._changed:
             self._hand_out()
             alive = [worker for worker in self._workers if worker.is_alive]
-            deadlines = [worker.deadline for worker in alive if worker.deadline is not None]
+            deadlines = [one for worker in alive if (one := worker.nearest_deadline) is not None]
         sources: dict[Any, RolloutWorker] = {worker.connection: worker for worker in alive}
         sources.update({worker.sentinel: worker for worker in alive})
         nearest = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -324,7 +324,8 @@ class LocalEngine(RolloutEngine):
             self._listen(worker)
         with self._changed:
             for worker in self._workers:
-                if worker.deadline is not None and time.monotonic() >= worker.deadline:
+                deadline = worker.nearest_deadline
+                if deadline is not None and time.monotonic() >= deadline:
                     self._lost_worker(worker, self._overdue(worker))
             self._changed.notify_all()
 
@@ -346,7 +347,7 @@ class LocalEngine(RolloutEngine):
 
     def _offer_snapshot(self, worker: RolloutWorker) -> None:
         """One at a time, so that a process never holds more than one slot."""
-        if worker.is_staging or worker.version >= self._published:
+        if worker.staging_until is not None or worker.version >= self._published:
             return
         snapshot = self._writer.lease(worker)
         if snapshot is None:  # its slot is written again just now; another offer follows
@@ -354,7 +355,7 @@ class LocalEngine(RolloutEngine):
         if not worker.has_slots:
             worker.send("slots", len(self._writer.slots), self._writer.layout)
             worker.send_blocks(self._writer.slots)
-        worker.is_staging = worker.has_slots = True
+        worker.has_slots, worker.staging_until = True, time.monotonic() + self._fragment_timeout_s
         worker.send("snapshot", snapshot)
 
     def _listen(self, worker: RolloutWorker) -> None:
@@ -375,7 +376,7 @@ class LocalEngine(RolloutEngine):
             self._add(worker, *told)
         elif message == "staged":
             self._writer.release(worker)
-            worker.is_staging, worker.version = False, told[0]
+            worker.staging_until, worker.version = None, told[0]
         elif message == "full":
             if told[0] == worker.num_releases:  # else it has not seen the newest release, and tries again
                 worker.is_full, worker.deadline = True, None
@@ -456,10 +457,8 @@ class LocalEngine(RolloutEngine):
             return f"was not ready within start_timeout_s={self._start_timeout_s:g} and was ended"
         if self._is_draining:
             return f"had not finished fragment {worker.running} at the deadline of drain() and was ended"
-        return (
-            f"did not finish fragment {worker.running} within fragment_timeout_s={self._fragment_timeout_s:g} and was "
-            "ended"
-        )
+        what = "take over new weights" if worker.deadline is None else f"finish fragment {worker.running}"
+        return f"did not {what} within fragment_timeout_s={self._fragment_timeout_s:g} and was ended"
 
     def _end_workers(self) -> None:
         """Idle processes close their collectors first, within a time; the others are killed at once."""

@@ -29,17 +29,19 @@ class RolloutWorker:
     """One rollout process from its start to its end; another object takes over when it is started again.
 
     number: 0 to num_workers - 1. version: the newest that it has staged, -1 for none. running: number of the fragment
-    that it collects. deadline: `time.monotonic()` until which it must answer, None while it need not. is_full: it
-    waits for memory that the learner holds. slabs: memory by number.
+    that it collects. deadline: `time.monotonic()` until which it must be ready or have collected, None while it need
+    not; staging_until: the same for a snapshot that it copies. is_full: it waits for memory that the learner holds.
+    slabs: memory by number.
     """
 
     def __init__(self, number: int, build: bytes, environment: Mapping[str, str], settings: tuple[int, str]) -> None:
         self.number, self._build, self._environment, self._settings = number, build, environment, settings
         self.wanted: BlockLayout | None = None  # of the collector's tensors, once it is ready
         self.version = -1
-        self.is_staging = self.has_slots = self.is_full = False
+        self.has_slots = self.is_full = False
         self.running: int | None = None
         self.deadline: float | None = None
+        self.staging_until: float | None = None
         self.idle_since = 0.0
         self.num_releases = 0
         self.slabs: dict[int, Tensor] = {}
@@ -55,6 +57,11 @@ class RolloutWorker:
     def is_idle(self) -> bool:
         """Ready, and without a fragment."""
         return self.is_alive and self.wanted is not None and self.running is None
+
+    @property
+    def nearest_deadline(self) -> float | None:
+        """`time.monotonic()` until which something is expected of it; None when nothing is."""
+        return min((one for one in (self.deadline, self.staging_until) if one is not None), default=None)
 
     @property
     def pid(self) -> int | None:
@@ -127,7 +134,7 @@ class RolloutWorker:
         self._process = None
         self.connection.close()
         self.slabs.clear()
-        self.running = self.deadline = None
+        self.running = self.deadline = self.staging_until = None
 
     def how_it_ended(self) -> str:
         """For a process whose pipe is closed or that has ended; ends it where it is still there."""

@@ -176,7 +176,7 @@ def test_fragments_that_are_too_old_are_dropped_and_collected_again(make: Make):
 
 
 def test_a_killed_process_loses_one_fragment_and_is_replaced(make: Make):
-    with make({"sleep_s": 0.5}, 2, fragments_per_update=3) as engine:
+    with make({"sleep_s": 0.5, "is_stubborn": True}, 2, fragments_per_update=3) as engine:
         begin(engine, 6)
         kept = engine.next_fragment(WAIT_S)
         killed = kept.facts["pid"]
@@ -189,6 +189,7 @@ def test_a_killed_process_loses_one_fragment_and_is_replaced(make: Make):
                 numbers.append(lease.index)
         assert sorted(numbers) == list(range(6))
         assert not is_alive(killed)
+        await_end(kept.facts["simulator"])
         assert kept.tensors["payload"].eq(kept.index).all(), "its memory outlives it"
         stats = engine.stats()
         assert (stats.lost, stats.restarts, stats.consumed) == (1, 1, 6)
@@ -206,6 +207,13 @@ def test_every_failure_of_collecting_costs_its_fragment_and_the_run_goes_on(make
                 assert lease.index == number
                 pids.append(lease.facts["pid"])
         stats = engine.stats()
+        os.kill(pids[-1], signal.SIGSTOP)  # it stops answering between two fragments, with a snapshot leased
+        for version in range(1, 8):
+            assert engine.publish(version, collectors.weights(version))
+        engine.submit_fragment_credit(1)
+        with engine.next_fragment(WAIT_S) as lease:
+            assert (lease.index, lease.version) == (6, 7)
+        assert engine.stats().restarts == stats.restarts + 1
     assert pids[0] == pids[1], "a lost fragment alone ends no process"
     assert len(set(pids)) == 4
     assert (stats.lost, stats.restarts, stats.consumed) == (4, 3, 6)
@@ -256,6 +264,8 @@ def test_an_error_of_the_learner_passes_through_and_ends_everything(make: Make, 
     with pytest.raises(ZeroDivisionError), make(None, 2, fragments_per_update=2) as engine:  # noqa: PT012
         begin(engine, 4)
         held = engine.next_fragment(WAIT_S)
+        while engine.stats().collected < 4:
+            time.sleep(0.01)
         with pytest.raises(ValueError, match=r"missing \['count', 'half'\]"):
             engine.publish(1, {"matrix": torch.zeros(300, 301)})
         with pytest.raises(ValueError, match="version 0 must be above the published version, 0"):
@@ -270,7 +280,7 @@ def test_an_error_of_the_learner_passes_through_and_ends_everything(make: Make, 
         engine.next_fragment(WAIT_S)
     with pytest.raises(RuntimeError, match="started once"):
         engine.start()
-    assert list(tmp_path.glob("closed_*")), "idle processes close their collectors"
+    assert len(list(tmp_path.glob("closed_*"))) == 2, "idle processes close their collectors"
 
 
 PARENT = """
@@ -285,37 +295,38 @@ if __name__ == "__main__":
     engine.start()
     engine.publish(0, collectors.weights(0))
     engine.submit_fragment_credit(2)
-    engine.next_fragment(60)
-    print(*engine.worker_pids, flush=True)
+    lease = engine.next_fragment(60)
+    print(lease.facts["pid"], lease.facts["simulator"], flush=True)
     {then}
 """
 
 
-def run_parent(tmp_path: Path, action: str, then: str) -> tuple[subprocess.Popen[str], int]:
-    """A learner's process in a state that it does not clean up, and the pid of its rollout process."""
+def run_parent(tmp_path: Path, action: str, then: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A learner's process in a state that it does not clean up, and the pids of its rollout process and simulator."""
     text = PARENT.format(folder=str(Path(__file__).parent), tmp=str(tmp_path), action=action, then=then)
     (tmp_path / "parent.py").write_text(text)
     parent = subprocess.Popen([sys.executable, tmp_path / "parent.py"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert parent.stdout is not None
-    return parent, int(parent.stdout.readline())
+    return parent, [int(pid) for pid in parent.stdout.readline().split()]
 
 
 @pytest.mark.parametrize("action", ["hang", "stop"])
 def test_a_killed_learner_takes_its_processes_with_it(tmp_path: Path, action: str):
     """Even one that is in the middle of a fragment, or stopped."""
     names = set(os.listdir("/dev/shm"))
-    parent, worker = run_parent(tmp_path, action, "time.sleep(600)")
-    assert is_alive(worker)
+    parent, pids = run_parent(tmp_path, action, "time.sleep(600)")
+    assert [is_alive(pid) for pid in pids] == [True, True]
     parent.kill()
     parent.wait(WAIT_S)
-    await_end(worker)
+    for pid in pids:
+        await_end(pid)
     assert set(os.listdir("/dev/shm")) <= names
 
 
 def test_a_learner_that_forgets_to_stop_still_exits(tmp_path: Path):
-    parent, worker = run_parent(tmp_path, "lost", "pass")
+    parent, pids = run_parent(tmp_path, "lost", "pass")
     assert parent.wait(WAIT_S) == 0
-    assert not is_alive(worker)
+    assert [is_alive(pid) for pid in pids] == [False, False]
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
