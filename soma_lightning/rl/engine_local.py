@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
 import threading
 import time
 import traceback
@@ -26,7 +25,7 @@ from soma_lightning.models.registry import subprocess_environment
 from soma_lightning.rl.blocks import BlockLayout, finish_copies, views
 from soma_lightning.rl.engine import Collector, EngineStats, FragmentLease, RolloutEngine, check_fit
 from soma_lightning.rl.rollout_process import Seconds, rollout_environment
-from soma_lightning.rl.rollout_worker import RolloutWorker, WorkerGone
+from soma_lightning.rl.rollout_worker import RolloutWorker, WorkerGone, per_worker, pickled
 from soma_lightning.rl.schedule import Schedule
 from soma_lightning.rl.slabs import Packed
 from soma_lightning.rl.snapshots import SnapshotWriter
@@ -83,8 +82,8 @@ class LocalEngine(RolloutEngine):
         self._num_workers, self._max_lag, self._arena_bytes = num_workers, max_lag, arena_bytes
         self._device, self._start_timeout_s, self._fragment_timeout_s = device, start_timeout_s, fragment_timeout_s
         self._max_restarts_per_hour = max_restarts_per_hour
-        self._environment = _per_worker(environment, num_workers)
-        self._build = _pickled(make_collector)
+        self._environment = per_worker(environment, num_workers)
+        self._build = pickled(make_collector)
         self._schedule = Schedule(fragments_per_update, max_lag)
         self._writer = SnapshotWriter(device)
         self._stats = EngineStats(arena_bytes=arena_bytes * num_workers)
@@ -366,7 +365,7 @@ class LocalEngine(RolloutEngine):
             message, *told = worker.receive()
         except WorkerGone as gone:
             with self._changed:
-                self._lost_worker(worker, _during(str(gone), worker))
+                self._lost_worker(worker, f"{gone} {worker.occupation}")
             return
         with self._changed:
             self._hear(worker, message, told)
@@ -385,7 +384,7 @@ class LocalEngine(RolloutEngine):
         elif message == "lost":
             self._lose(worker, told[1])
         elif message == "failed":
-            self._lost_worker(worker, f"raised {_during('', worker)}:\n{told[0]}")
+            self._lost_worker(worker, f"raised {worker.occupation}:\n{told[0]}")
         elif message == "ready":
             self._ready(worker, told[0])
 
@@ -477,15 +476,6 @@ class LocalEngine(RolloutEngine):
             worker.end()
 
 
-def _during(how: str, worker: RolloutWorker) -> str:
-    """`how` and what the process was at."""
-    if worker.wanted is None:
-        at = 'before it was ready (a script that starts rollout processes needs `if __name__ == "__main__":`)'
-    else:
-        at = "without a fragment" if worker.running is None else f"during fragment {worker.running}"
-    return f"{how} {at}".strip()
-
-
 def _check_settings(
     counts: Mapping[str, int], max_lag: int, max_restarts_per_hour: int, start_timeout_s: float, timeout_s: float
 ) -> None:
@@ -505,21 +495,3 @@ def _check_settings(
             f"num_workers={counts['num_workers']} can never work at once: at most (max_lag + 1) * fragments_per_update "
             f"= {most} fragments are under way; raise fragments_per_update or use {most} processes"
         )
-
-
-def _per_worker(environment: Mapping[str, str] | Sequence[Mapping[str, str]], count: int) -> list[dict[str, str]]:
-    if isinstance(environment, Mapping):
-        return [dict(environment)] * count
-    if environment and len(environment) != count:
-        raise ValueError(f"environment has variables of {len(environment)} processes, num_workers={count}")
-    return [dict(one) for one in environment] or [{}] * count
-
-
-def _pickled(make_collector: Callable[[int], Collector]) -> bytes:
-    try:
-        return pickle.dumps(make_collector)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"make_collector must be picklable to reach the rollout processes ({error}); use a class or function "
-            "at the top level of a module, or functools.partial of one"
-        ) from error

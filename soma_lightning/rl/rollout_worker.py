@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from soma_lightning.rl import rollout_process
 from soma_lightning.rl.blocks import Block, BlockLayout, receive_block
+from soma_lightning.rl.engine import Collector
 
 _MESSAGE_TIMEOUT_S = 30.0  # of one message once its first byte is there
 
@@ -57,6 +59,13 @@ class RolloutWorker:
     def is_idle(self) -> bool:
         """Ready, and without a fragment."""
         return self.is_alive and self.wanted is not None and self.running is None
+
+    @property
+    def occupation(self) -> str:
+        """What it is at, to complete a sentence of how it ended."""
+        if self.wanted is None:
+            return 'before it was ready (a script that starts rollout processes needs `if __name__ == "__main__":`)'
+        return "without a fragment" if self.running is None else f"during fragment {self.running}"
 
     @property
     def nearest_deadline(self) -> float | None:
@@ -158,3 +167,23 @@ class RolloutWorker:
         with suppress(ProcessLookupError):  # it has not made its group yet
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
+
+
+def per_worker(environment: Mapping[str, str] | Sequence[Mapping[str, str]], count: int) -> list[dict[str, str]]:
+    """Variables of each of `count` processes, from those of all or of each one. ValueError for another number."""
+    if isinstance(environment, Mapping):
+        return [dict(environment)] * count
+    if environment and len(environment) != count:
+        raise ValueError(f"environment has variables of {len(environment)} processes, num_workers={count}")
+    return [dict(one) for one in environment] or [{}] * count
+
+
+def pickled(make_collector: Callable[[int], Collector]) -> bytes:
+    """What travels to the processes. TypeError when it cannot."""
+    try:
+        return pickle.dumps(make_collector)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"make_collector must be picklable to reach the rollout processes ({error}); use a class or function "
+            "at the top level of a module, or functools.partial of one"
+        ) from error

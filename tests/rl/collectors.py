@@ -25,6 +25,12 @@ def weights(version: int) -> dict[str, Tensor]:
     }
 
 
+def named_memory() -> list[str]:
+    """Shared memory that this process maps and that has a name in /dev/shm: it would outlive all processes."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")]
+
+
 class Collector:
     """Fragments that say which weights made them; misbehaves where its script says so."""
 
@@ -52,7 +58,7 @@ class Collector:
         }
         tensors["payload"] = torch.full((self.script.payload,), index % 256, dtype=torch.uint8)
         facts = {"pid": os.getpid(), "simulator": self._simulator.pid, "role": os.environ.get("SOMA_ROLE")}
-        return Collected(tensors, facts)
+        return Collected(tensors, {**facts, "named_memory": named_memory()})
 
     def close(self) -> None:
         self._simulator.kill()
