@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
 import threading
 import time
 import traceback
@@ -26,7 +25,7 @@ from soma_lightning.models.registry import subprocess_environment
 from soma_lightning.rl.blocks import BlockLayout, finish_copies, views
 from soma_lightning.rl.engine import Collector, EngineStats, FragmentLease, RolloutEngine, check_fit
 from soma_lightning.rl.rollout_process import Seconds, rollout_environment
-from soma_lightning.rl.rollout_worker import RolloutWorker, WorkerGone
+from soma_lightning.rl.rollout_worker import RolloutWorker, WorkerGone, per_worker, pickled
 from soma_lightning.rl.schedule import Schedule
 from soma_lightning.rl.slabs import Packed
 from soma_lightning.rl.snapshots import SnapshotWriter
@@ -56,8 +55,8 @@ class LocalEngine(RolloutEngine):
     for its fragments, from the collector to `FragmentLease.release`. environment: variables of all processes, or of
     each one, such as CUDA_VISIBLE_DEVICES. device: where fragments and snapshots lie on their way; "cuda" shares them
     by CUDA IPC between processes that see the same GPUs. start_timeout_s: to build a collector. fragment_timeout_s: to
-    collect one fragment, without the time that the learner's leases leave no memory; a process that takes longer is
-    ended. max_restarts_per_hour: of all processes together; one more is an error.
+    collect one fragment, without the time that the learner's leases leave no memory, and to copy a snapshot; a process
+    that takes longer is ended. max_restarts_per_hour: of all processes together; one more is an error.
 
     A process that dies, hangs or raises loses the fragment that it was collecting, and another takes its place; what it
     had finished stays readable. Raises ValueError for settings out of range, TypeError when `make_collector` cannot be
@@ -83,8 +82,8 @@ class LocalEngine(RolloutEngine):
         self._num_workers, self._max_lag, self._arena_bytes = num_workers, max_lag, arena_bytes
         self._device, self._start_timeout_s, self._fragment_timeout_s = device, start_timeout_s, fragment_timeout_s
         self._max_restarts_per_hour = max_restarts_per_hour
-        self._environment = _per_worker(environment, num_workers)
-        self._build = _pickled(make_collector)
+        self._environment = per_worker(environment, num_workers)
+        self._build = pickled(make_collector)
         self._schedule = Schedule(fragments_per_update, max_lag)
         self._writer = SnapshotWriter(device, num_workers + 2)  # so that there is always one to write into
         self._stats = EngineStats(arena_bytes=arena_bytes * num_workers)
@@ -313,7 +312,7 @@ class LocalEngine(RolloutEngine):
         with self._changed:
             self._hand_out()
             alive = [worker for worker in self._workers if worker.is_alive]
-            deadlines = [worker.deadline for worker in alive if worker.deadline is not None]
+            deadlines = [one for worker in alive if (one := worker.nearest_deadline) is not None]
         sources: dict[Any, RolloutWorker] = {worker.connection: worker for worker in alive}
         sources.update({worker.sentinel: worker for worker in alive})
         nearest = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -324,7 +323,8 @@ class LocalEngine(RolloutEngine):
             self._listen(worker)
         with self._changed:
             for worker in self._workers:
-                if worker.deadline is not None and time.monotonic() >= worker.deadline:
+                deadline = worker.nearest_deadline
+                if deadline is not None and time.monotonic() >= deadline:
                     self._lost_worker(worker, self._overdue(worker))
             self._changed.notify_all()
 
@@ -346,7 +346,7 @@ class LocalEngine(RolloutEngine):
 
     def _offer_snapshot(self, worker: RolloutWorker) -> None:
         """One at a time, so that a process never holds more than one slot."""
-        if worker.is_staging or worker.version >= self._published:
+        if worker.staging_until is not None or worker.version >= self._published:
             return
         snapshot = self._writer.lease(worker)
         if snapshot is None:  # its slot is written again just now; another offer follows
@@ -354,7 +354,7 @@ class LocalEngine(RolloutEngine):
         if not worker.has_slots:
             worker.send("slots", len(self._writer.slots), self._writer.layout)
             worker.send_blocks(self._writer.slots)
-        worker.is_staging = worker.has_slots = True
+        worker.has_slots, worker.staging_until = True, time.monotonic() + self._fragment_timeout_s
         worker.send("snapshot", snapshot)
 
     def _listen(self, worker: RolloutWorker) -> None:
@@ -365,7 +365,7 @@ class LocalEngine(RolloutEngine):
             message, *told = worker.receive()
         except WorkerGone as gone:
             with self._changed:
-                self._lost_worker(worker, _during(str(gone), worker))
+                self._lost_worker(worker, f"{gone} {worker.occupation}")
             return
         with self._changed:
             self._hear(worker, message, told)
@@ -375,7 +375,7 @@ class LocalEngine(RolloutEngine):
             self._add(worker, *told)
         elif message == "staged":
             self._writer.release(worker)
-            worker.is_staging, worker.version = False, told[0]
+            worker.staging_until, worker.version = None, told[0]
         elif message == "full":
             if told[0] == worker.num_releases:  # else it has not seen the newest release, and tries again
                 worker.is_full, worker.deadline = True, None
@@ -384,7 +384,7 @@ class LocalEngine(RolloutEngine):
         elif message == "lost":
             self._lose(worker, told[1])
         elif message == "failed":
-            self._lost_worker(worker, f"raised {_during('', worker)}:\n{told[0]}")
+            self._lost_worker(worker, f"raised {worker.occupation}:\n{told[0]}")
         elif message == "ready":
             self._ready(worker, told[0])
 
@@ -456,10 +456,8 @@ class LocalEngine(RolloutEngine):
             return f"was not ready within start_timeout_s={self._start_timeout_s:g} and was ended"
         if self._is_draining:
             return f"had not finished fragment {worker.running} at the deadline of drain() and was ended"
-        return (
-            f"did not finish fragment {worker.running} within fragment_timeout_s={self._fragment_timeout_s:g} and was "
-            "ended"
-        )
+        what = "take over new weights" if worker.deadline is None else f"finish fragment {worker.running}"
+        return f"did not {what} within fragment_timeout_s={self._fragment_timeout_s:g} and was ended"
 
     def _end_workers(self) -> None:
         """Idle processes close their collectors first, within a time; the others are killed at once."""
@@ -476,15 +474,6 @@ class LocalEngine(RolloutEngine):
             left = [sentinel for sentinel in left if sentinel not in ended]
         for worker in polite:
             worker.end()
-
-
-def _during(how: str, worker: RolloutWorker) -> str:
-    """`how` and what the process was at."""
-    if worker.wanted is None:
-        at = 'before it was ready (a script that starts rollout processes needs `if __name__ == "__main__":`)'
-    else:
-        at = "without a fragment" if worker.running is None else f"during fragment {worker.running}"
-    return f"{how} {at}".strip()
 
 
 def _check_settings(
@@ -506,21 +495,3 @@ def _check_settings(
             f"num_workers={counts['num_workers']} can never work at once: at most (max_lag + 1) * fragments_per_update "
             f"= {most} fragments are under way; raise fragments_per_update or use {most} processes"
         )
-
-
-def _per_worker(environment: Mapping[str, str] | Sequence[Mapping[str, str]], count: int) -> list[dict[str, str]]:
-    if isinstance(environment, Mapping):
-        return [dict(environment)] * count
-    if environment and len(environment) != count:
-        raise ValueError(f"environment has variables of {len(environment)} processes, num_workers={count}")
-    return [dict(one) for one in environment] or [{}] * count
-
-
-def _pickled(make_collector: Callable[[int], Collector]) -> bytes:
-    try:
-        return pickle.dumps(make_collector)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"make_collector must be picklable to reach the rollout processes ({error}); use a class or function "
-            "at the top level of a module, or functools.partial of one"
-        ) from error

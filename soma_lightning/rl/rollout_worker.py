@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from soma_lightning.rl import rollout_process
 from soma_lightning.rl.blocks import Block, BlockLayout, receive_block
+from soma_lightning.rl.engine import Collector
 
 _MESSAGE_TIMEOUT_S = 30.0  # of one message once its first byte is there
 
@@ -29,17 +31,19 @@ class RolloutWorker:
     """One rollout process from its start to its end; another object takes over when it is started again.
 
     number: 0 to num_workers - 1. version: the newest that it has staged, -1 for none. running: number of the fragment
-    that it collects. deadline: `time.monotonic()` until which it must answer, None while it need not. is_full: it
-    waits for memory that the learner holds. slabs: memory by number.
+    that it collects. deadline: `time.monotonic()` until which it must be ready or have collected, None while it need
+    not; staging_until: the same for a snapshot that it copies. is_full: it waits for memory that the learner holds.
+    slabs: memory by number.
     """
 
     def __init__(self, number: int, build: bytes, environment: Mapping[str, str], settings: tuple[int, str]) -> None:
         self.number, self._build, self._environment, self._settings = number, build, environment, settings
         self.wanted: BlockLayout | None = None  # of the collector's tensors, once it is ready
         self.version = -1
-        self.is_staging = self.has_slots = self.is_full = False
+        self.has_slots = self.is_full = False
         self.running: int | None = None
         self.deadline: float | None = None
+        self.staging_until: float | None = None
         self.idle_since = 0.0
         self.num_releases = 0
         self.slabs: dict[int, Tensor] = {}
@@ -55,6 +59,18 @@ class RolloutWorker:
     def is_idle(self) -> bool:
         """Ready, and without a fragment."""
         return self.is_alive and self.wanted is not None and self.running is None
+
+    @property
+    def occupation(self) -> str:
+        """What it is at, to complete a sentence of how it ended."""
+        if self.wanted is None:
+            return 'before it was ready (a script that starts rollout processes needs `if __name__ == "__main__":`)'
+        return "without a fragment" if self.running is None else f"during fragment {self.running}"
+
+    @property
+    def nearest_deadline(self) -> float | None:
+        """`time.monotonic()` until which something is expected of it; None when nothing is."""
+        return min((one for one in (self.deadline, self.staging_until) if one is not None), default=None)
 
     @property
     def pid(self) -> int | None:
@@ -127,7 +143,7 @@ class RolloutWorker:
         self._process = None
         self.connection.close()
         self.slabs.clear()
-        self.running = self.deadline = None
+        self.running = self.deadline = self.staging_until = None
 
     def how_it_ended(self) -> str:
         """For a process whose pipe is closed or that has ended; ends it where it is still there."""
@@ -151,3 +167,23 @@ class RolloutWorker:
         with suppress(ProcessLookupError):  # it has not made its group yet
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
+
+
+def per_worker(environment: Mapping[str, str] | Sequence[Mapping[str, str]], count: int) -> list[dict[str, str]]:
+    """Variables of each of `count` processes, from those of all or of each one. ValueError for another number."""
+    if isinstance(environment, Mapping):
+        return [dict(environment)] * count
+    if environment and len(environment) != count:
+        raise ValueError(f"environment has variables of {len(environment)} processes, num_workers={count}")
+    return [dict(one) for one in environment] or [{}] * count
+
+
+def pickled(make_collector: Callable[[int], Collector]) -> bytes:
+    """What travels to the processes. TypeError when it cannot."""
+    try:
+        return pickle.dumps(make_collector)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"make_collector must be picklable to reach the rollout processes ({error}); use a class or function "
+            "at the top level of a module, or functools.partial of one"
+        ) from error

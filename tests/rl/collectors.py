@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,11 +25,20 @@ def weights(version: int) -> dict[str, Tensor]:
     }
 
 
+def named_memory() -> list[str]:
+    """Shared memory that this process maps and that has a name in /dev/shm: it would outlive all processes."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")]
+
+
 class Collector:
     """Fragments that say which weights made them; misbehaves where its script says so."""
 
     def __init__(self, script: Script, worker: int) -> None:
         self.script, self.worker = script, worker
+        # an environment in a process of its own; `cat` ends with its pipe, as those of this project do
+        command = ["sleep", "600"] if script.is_stubborn else ["cat"]
+        self._simulator = subprocess.Popen(command, stdin=subprocess.PIPE)
         self._weights = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -47,9 +57,12 @@ class Collector:
             "flags": torch.tensor([True, False]),
         }
         tensors["payload"] = torch.full((self.script.payload,), index % 256, dtype=torch.uint8)
-        return Collected(tensors, {"pid": os.getpid(), "role": os.environ.get("SOMA_ROLE")})
+        facts = {"pid": os.getpid(), "simulator": self._simulator.pid, "role": os.environ.get("SOMA_ROLE")}
+        return Collected(tensors, {**facts, "named_memory": named_memory()})
 
     def close(self) -> None:
+        self._simulator.kill()
+        self._simulator.wait()
         (self.script.folder / f"closed_{os.getpid()}").touch()
 
 
@@ -67,13 +80,15 @@ def misbehave(action: str) -> None:
 
 @dataclass(frozen=True)
 class Script:
-    """Makes a `Collector`. actions: by fragment number, done the first time that it is collected by any process."""
+    """Makes a `Collector`. actions: by fragment number, done the first time that it is collected by any process.
+    is_stubborn: the environments' process does not end by itself."""
 
     folder: Path
     actions: Mapping[int, str] = field(default_factory=dict)
     sleep_s: float = 0.0
     payload: int = 1000
     raises: str = ""
+    is_stubborn: bool = False
 
     def __call__(self, worker: int) -> Collector:
         if self.raises:

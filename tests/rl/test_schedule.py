@@ -62,6 +62,30 @@ def test_a_place_is_kept_for_an_older_fragment_that_still_runs():
     assert schedule.may_take(2, 1)
 
 
+def test_completion_decides_as_long_as_a_place_is_left_for_the_older_one():
+    schedule = Schedule(2, 1)
+    schedule.credit = 10
+    assert begun(schedule, 0) == [0, 1, 2, 3]
+    for number in (1, 2):
+        schedule.finish(number, 0)
+        schedule.take(number)
+    assert begun(schedule, 1) == [4, 5]
+    schedule.finish(3, 0)
+    schedule.take(3)
+    schedule.finish(4, 1)
+    assert not schedule.may_take(4, 1), "update 1 has one place left, for number 0"
+    schedule = Schedule(3, 1)
+    schedule.credit = 10
+    assert begun(schedule, 0) == [0, 1, 2, 3, 4, 5]
+    for number in (1, 2, 3, 4):
+        schedule.finish(number, 0)
+        schedule.take(number)
+    schedule.lose(5)
+    assert begun(schedule, 1) == [5, 6, 7, 8]
+    schedule.finish(5, 1)
+    assert schedule.may_take(5, 1), "update 1 has two places left, and one older fragment runs"
+
+
 def test_a_run_that_goes_on_counts_from_its_own_version():
     schedule = Schedule(2, 1)
     schedule.credit, schedule.first_version = 100, 40
