@@ -13,6 +13,7 @@ from typing import Any
 from jsonargparse import ActionConfigFile
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger, Logger, TensorBoardLogger
+from torch.distributed.tensor import DTensor
 
 from soma_lightning.cli.checkpoint import stored_type
 from soma_lightning.cli.fit import resolve_configs
@@ -25,8 +26,9 @@ from soma_lightning.evaluation.settings import EvaluationSettings
 from soma_lightning.imports import is_available
 from soma_lightning.models.flow_sde import FlowSDE
 from soma_lightning.models.registry import load_extensions
-from soma_lightning.rl.loop import LoopSettings, train_ppo
-from soma_lightning.rl.outputs import POLICY, EvaluationPlan, Evaluator, RunFolder
+from soma_lightning.optim.masters import has_masters
+from soma_lightning.rl.loop import LoopSettings, PPOResult, train_ppo
+from soma_lightning.rl.outputs import CURVE, POLICY, RESULTS, STATE, EvaluationPlan, Evaluator, RunFolder
 from soma_lightning.rl.ppo import PPOConfig
 from soma_lightning.rl.rollout import RolloutSettings
 
@@ -94,9 +96,9 @@ def improve_policy(
             evaluate=evaluate,
             evaluate_every=1 if evaluation is None else evaluation.every,
             log=_Log(fabric, folder, loop.iterations),
-            state=Path(out) / "state.ckpt",
+            state=Path(out) / STATE,
         )
-        return _finish(fabric, folder, result.policy, loop)
+        return _finish(fabric, folder, result, loop)
 
 
 class _Log:
@@ -157,16 +159,18 @@ def _evaluator(
     return Evaluator(group, settings, out / "videos")
 
 
-def _finish(fabric: Fabric, folder: RunFolder | None, policy: Any, loop: LoopSettings) -> dict[str, Any]:
+def _finish(fabric: Fabric, folder: RunFolder | None, result: PPOResult, loop: LoopSettings) -> dict[str, Any]:
     """Saves the policy and the results; every rank calls it."""
-    out = None if folder is None else folder.out
-    target = fabric.broadcast(str(out / POLICY) if out is not None else "")
-    policy.save_pretrained(target)
+    policy: Any = result.policy
+    target = fabric.broadcast("" if folder is None else str(folder.out / POLICY))
+    is_sharded = any(isinstance(p, DTensor) for p in policy.parameters())
+    if folder is not None or is_sharded:  # shards are gathered by all ranks
+        policy.save_pretrained(target, **({"optimizer": result.optimizer} if has_masters(result.optimizer) else {}))
     if folder is None:
         return {}
     (folder.out / POLICY / TRAINING_FILE).write_text(json.dumps({"step": loop.iterations, "epoch": 0, "by": "ppo"}))
     results = folder.finish({"policy": target, "world_size": fabric.world_size, "device": str(fabric.device)})
-    print(f"written: {target}, {folder.out / 'results.json'}, {folder.out / 'learning_curve.png'}")
+    print(f"written: {target}, {folder.out / RESULTS}, {folder.out / CURVE}")
     return results
 
 

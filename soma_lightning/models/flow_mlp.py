@@ -18,8 +18,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed import get_rank
+from torch.distributed.tensor import DTensor
 
 from soma_lightning.contract import ACTION, STATE, EnvObservation
+from soma_lightning.layout.full_state import gather
 from soma_lightning.models.flow import euler_sample, interpolate
 from soma_lightning.models.flow_policy import FlowPolicy
 from soma_lightning.models.policy import Mode
@@ -149,11 +152,15 @@ class FlowMLPPolicy(FlowPolicy):
             return self.executable(x, env_obs).cpu(), {"num_steps": steps}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes config.json and model.safetensors."""
+        """Writes config.json and model.safetensors. A sharded policy is saved by all ranks together: rank 0 writes."""
+        is_sharded = any(isinstance(p, DTensor) for p in self.parameters())
+        weights = gather(dict(self.state_dict()), keep=True)
+        if is_sharded and get_rank() != 0:
+            return
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps({"type": "flow_mlp", **asdict(self.config)}, indent=2))
-        save_file({name: value.detach().contiguous() for name, value in self.state_dict().items()}, _weights(folder))
+        save_file({name: value.detach().contiguous() for name, value in weights.items()}, _weights(folder))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> FlowMLPPolicy:

@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.fabric import Fabric
 from torch import nn
+from torch.optim import Optimizer
 
 from soma_lightning.models.flow_policy import FlowPolicy
 from soma_lightning.models.flow_sde import FlowSDE
@@ -74,9 +76,10 @@ class LoopSettings:
 
 @dataclass
 class PPOResult:
-    """policy: the learner's, on its device. history: what each iteration of this run logged."""
+    """policy, optimizer: the learner's, on its device. history: what each iteration of this run logged."""
 
     policy: nn.Module
+    optimizer: Optimizer
     history: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -114,8 +117,8 @@ def train_ppo(
     """Trains the policy that `model` (a `get_model` configuration) describes by PPO in the environments of `rollout`.
 
     flow: how a flow policy explores. fabric: of the learner, launched; one process on the CPU when None. evaluate:
-    called with the learner's policy before the first and after every `evaluate_every`-th iteration. log: called after
-    every iteration. state: file that keeps what a later run needs to go on; one that is there is gone on from.
+    called with a policy of the learner's weights, before the first and after every `evaluate_every`-th iteration. log:
+    called after every iteration. state: file that keeps what a later run needs; one that is there is gone on from.
     Raises ValueError for settings that do not fit, and RuntimeError when rollout processes keep failing.
     """
     ppo = PPOConfig() if ppo is None else ppo
@@ -124,18 +127,20 @@ def train_ppo(
     if fabric is None:
         fabric = Fabric(accelerator="cpu", devices=1, strategy="somaspeed")
     make_policy = partial(build_policy, dict(model), flow)
-    learner = PPOLearner(fabric, _learning(make_policy(), evaluate), ppo)
+    learner = PPOLearner(fabric, _learning(make_policy()), ppo)
     cursors = learner.load(state) if state is not None and Path(state).is_file() else {}
     first, spec = learner.updates, CollectorSpec(make_policy, rollout, loop.workers, cursors)
-    result = PPOResult(learner.policy)
+    result = PPOResult(learner.policy, learner.optimizer)
+    examiner = None if evaluate is None else _Examiner(make_policy, learner, evaluate)
     engine = _make_engine(spec, loop) if fabric.global_rank == 0 else None
     with nullcontext() if engine is None else engine:
         _publish(engine, learner, min(loop.max_lag + 1, loop.iterations - first) * loop.fragments_per_update)
         for iteration in range(first, loop.iterations):
-            row = dict(evaluate(learner.policy, 0)) if evaluate is not None and iteration == 0 else {}
-            row = {**_iterate(engine, learner, loop, cursors), **{f"start_{name}": one for name, one in row.items()}}
-            if evaluate is not None and (iteration + 1) % evaluate_every == 0:
-                row |= evaluate(learner.policy, learner.updates)
+            start = examiner.examine() if examiner is not None and iteration == 0 else {}
+            row = {f"start_{name}": value for name, value in start.items()}
+            row |= _iterate(engine, learner, loop, cursors)
+            if examiner is not None and (iteration + 1) % evaluate_every == 0:
+                row |= examiner.examine()
             result.history.append(row)
             is_last = iteration + 1 == loop.iterations
             if state is not None and (is_last or (iteration + 1) % loop.save_every == 0):
@@ -145,11 +150,33 @@ def train_ppo(
     return result
 
 
-def _learning(policy: nn.Module, evaluate: Evaluate | None) -> nn.Module:
-    """The policy as it learns: without the backbone that its rollouts send the features of, unless it is to act."""
-    release = getattr(policy, "release_backbone", None)
-    if release is not None and evaluate is None and getattr(policy, "sends_features", False):
-        release()
+class _Examiner:
+    """Evaluates a policy of its own, on rank 0, with the learner's weights: the learner's may lack a backbone, and be
+    spread over ranks."""
+
+    def __init__(self, make_policy: Callable[[], nn.Module], learner: PPOLearner, evaluate: Evaluate) -> None:
+        self._learner, self._evaluate = learner, evaluate
+        fabric = learner.fabric
+        self._policy = make_policy().to(fabric.device).eval() if fabric.global_rank == 0 else None
+
+    @torch.no_grad()
+    def examine(self) -> Mapping[str, float]:
+        """What `evaluate` says; nothing on other ranks, which wait. All ranks call it."""
+        weights = self._learner.snapshot()
+        found: Mapping[str, float] = {}
+        if self._policy is not None:
+            own = dict(self._policy.named_parameters())
+            for name, value in weights.items():
+                own[name].copy_(value)
+            found = self._evaluate(self._policy, self._learner.updates)
+        self._learner.fabric.barrier()
+        return found
+
+
+def _learning(policy: nn.Module) -> nn.Module:
+    """The policy as it learns: without the backbone that its rollouts send the features of, where it can do without."""
+    if getattr(policy, "sends_features", False) and getattr(policy, "loaded_from", None) is not None:
+        policy.release_backbone()  # type: ignore[operator]
     return policy
 
 

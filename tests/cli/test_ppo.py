@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,23 @@ def test_mistakes_are_one_error(start, tmp_path, capsys, more, message):
 def test_a_missing_policy_is_one_error(tmp_path, capsys):
     assert ppo(tmp_path / "nowhere", tmp_path / "run") == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["somaspeed", "somaspeed_replicate"])
+def test_two_ranks_learn_from_rollouts_beside_them(start, tmp_path, strategy):
+    line = ["ppo", "--config", "ppo/point_reach", "--policy", str(start), "--out", str(tmp_path / "run"), *FEW]
+    two = ["--devices", "2", "--accelerator", "cpu", "--strategy", strategy, "--loop.engine", "local"]
+    small = ["--loop.iterations", "2", "--rollout.envs_per_worker", "4"]
+    run = subprocess.run(
+        [sys.executable, "-m", "soma_lightning.cli.main", *line, *two, *small], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["world_size"] == 2
+    assert results["last"]["iteration"] == 1
+    learned, before = (FlowMLPPolicy.from_pretrained(folder) for folder in (tmp_path / "run" / "policy", start))
+    assert not torch.equal(learned.velocity_net[0].weight, before.velocity_net[0].weight)
 
 
 @pytest.fixture
