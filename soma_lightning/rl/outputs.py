@@ -51,11 +51,12 @@ class RunFolder:
         return self.out / STATE
 
     def add(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Notes an iteration, and draws the curve anew."""
+        """Notes an iteration, in the place of those that came after the state that the run went on from."""
         entry = {"iteration": iteration, **{name: one for name, one in row.items() if math.isfinite(one)}}
-        self.history = [one for one in self.history if one["iteration"] < iteration] + [entry]
-        with open(self.out / HISTORY, "a") as file:
-            file.write(json.dumps(entry) + "\n")
+        kept = [one for one in self.history if one["iteration"] < iteration]
+        goes_back, self.history = len(kept) < len(self.history), [*kept, entry]
+        with open(self.out / HISTORY, "w" if goes_back else "a") as file:
+            file.writelines(json.dumps(one) + "\n" for one in (self.history if goes_back else [entry]))
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Writes results.json and learning_curve.png; returns the results."""
@@ -81,7 +82,13 @@ class RunFolder:
         return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
     def _check(self) -> None:
-        found = json.loads((self.out / RESULTS).read_text()).get("settings", {})
+        try:
+            found = json.loads((self.out / RESULTS).read_text())["settings"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.out / RESULTS} does not say which run this was ({error}); choose another --out, or pass "
+                "--overwrite"
+            ) from error
         wanted = self._settings
         changed = sorted(
             f"{group}.{name}" if name else group

@@ -80,6 +80,26 @@ def test_a_run_of_other_settings_is_refused_and_can_be_overwritten(start, tmp_pa
     assert torch.load(out / "state.ckpt", weights_only=True)["updates"] == 2
 
 
+def test_iterations_after_the_saved_state_are_noted_once(tmp_path):
+    folder = RunFolder(tmp_path, {})
+    for iteration in range(4):
+        folder.add(iteration, {"success": 0.1})
+    folder.state.touch()
+    folder.close()
+    again = RunFolder(tmp_path, {})
+    for iteration in (2, 3, 4):
+        again.add(iteration, {"success": 0.5})
+    again.close()
+    rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [(row["iteration"], row["success"]) for row in rows] == [(0, 0.1), (1, 0.1), (2, 0.5), (3, 0.5), (4, 0.5)]
+
+
+def test_results_that_say_nothing_are_refused(tmp_path):
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(ValueError, match="does not say which run this was"):
+        RunFolder(tmp_path, {})
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path):
     folder = RunFolder(tmp_path / "run", {})
     with pytest.raises(ValueError, match="another run is writing into"):
