@@ -79,7 +79,7 @@ def learning_curve(metrics_csv: Path, path: Path) -> Path:
 def reward_curve(history: Sequence[Mapping[str, float]], path: Path) -> Path:
     """Success rates of a reinforcement learning run against the updates that its policy has had.
 
-    history: rows with "iteration" (updates before it), and "rollout_success" (exploring), "success", "success_low" and
+    history: rows with "iteration" (from 1), and "rollout_success" (exploring), "success", "success_low" and
     "success_high" (held out, after it, with its 95 % interval) where they were measured; the same with "start_" before
     the first update.
     """
@@ -89,7 +89,7 @@ def reward_curve(history: Sequence[Mapping[str, float]], path: Path) -> Path:
         axes.plot(*zip(*explored, strict=True), "-", color="#9fb8c8", label="rollouts, exploring")
     names = ("success", "success_low", "success_high")
     held_out = [(0, *(row[f"start_{name}"] for name in names)) for row in history if "start_success" in row]
-    held_out += [(row["iteration"] + 1, *(row[name] for name in names)) for row in history if "success" in row]
+    held_out += [(row["iteration"], *(row[name] for name in names)) for row in history if "success" in row]
     if held_out:
         updates, rates, low, high = zip(*held_out, strict=True)
         axes.plot(updates, rates, "o-", color=COLOR, label="held out", markersize=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from soma_lightning.cli.checkpoint import stored_type
 from soma_lightning.cli.fit import resolve_configs
-from soma_lightning.cli.parser import CommandParser
+from soma_lightning.cli.parser import CommandParser, explain
 from soma_lightning.contract import TRAINING_FILE
 from soma_lightning.envs.registry import make_group
 from soma_lightning.envs.rendering import RenderingUnavailableError
@@ -31,6 +32,8 @@ from soma_lightning.rl.loop import LoopSettings, PPOResult, train_ppo
 from soma_lightning.rl.outputs import CURVE, POLICY, RESULTS, STATE, EvaluationPlan, Evaluator, RunFolder
 from soma_lightning.rl.ppo import PPOConfig
 from soma_lightning.rl.rollout import RolloutSettings
+
+STRATEGIES = ("somaspeed", "somaspeed_hsdp", "somaspeed_replicate")
 
 
 def improve_policy(
@@ -46,7 +49,6 @@ def improve_policy(
     accelerator: str = "auto",
     devices: int = 1,
     strategy: str = "somaspeed",
-    precision: str = "32-true",
     loggers: list[Logger] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -65,7 +67,6 @@ def improve_policy(
         accelerator: of the learner, as Lightning names them.
         devices: of the learner.
         strategy: of the learner: somaspeed, somaspeed_hsdp or somaspeed_replicate.
-        precision: of the learner, as Lightning names it.
         loggers: Lightning Fabric loggers; CSV, and TensorBoard where it is installed, when left out.
         overwrite: discard an earlier run in `out`.
     """
@@ -73,13 +74,19 @@ def improve_policy(
     ppo = ppo or PPOConfig()
     model = {"model_type": model_type or stored_type(Path(policy)), "model_path": policy, **(policy_options or {})}
     loggers = _default_loggers(Path(out)) if loggers is None else loggers
-    fabric = Fabric(accelerator=accelerator, devices=devices, strategy=strategy, precision=precision, loggers=loggers)  # type: ignore[arg-type]
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} must be one of {', '.join(STRATEGIES)}")
+    if Path(policy).resolve() == (Path(out) / POLICY).resolve():
+        raise ValueError(f"--out {out} would replace the policy that the run starts from; choose another folder")
+    fabric = Fabric(accelerator=accelerator, devices=devices, strategy=strategy, loggers=loggers)
     fabric.launch()
     given: dict[str, Any] = {"rollout": rollout, "loop": loop, "ppo": ppo, "flow": flow, "evaluation": evaluation}
     settings = {"model": model, **{name: None if one is None else asdict(one) for name, one in given.items()}}
     is_first = fabric.global_rank == 0
     with ExitStack() as open_things:
         folder = RunFolder(Path(out), settings, overwrite=overwrite) if is_first else None
+        if folder is not None and folder.history:
+            print(f"going on with the run in {out}")
         if folder is not None:
             open_things.callback(folder.close)
         fabric.barrier()
@@ -96,9 +103,18 @@ def improve_policy(
             evaluate=evaluate,
             evaluate_every=1 if evaluation is None else evaluation.every,
             log=_Log(fabric, folder, loop.iterations),
+            on_start=_check_savable,
             state=Path(out) / STATE,
         )
         return _finish(fabric, folder, result, loop)
+
+
+def _check_savable(policy: Any) -> None:
+    if not callable(getattr(policy, "save_pretrained", None)):
+        raise ValueError(
+            f"{type(policy).__name__} cannot be saved at the end: give it save_pretrained(folder), or use "
+            "soma_lightning.rl.train_ppo in Python"
+        )
 
 
 class _Log:
@@ -111,6 +127,8 @@ class _Log:
         assert self.folder is not None
         self.folder.add(iteration, row)
         self.fabric.log_dict(dict(row), step=iteration)
+        if "start_success" in row:
+            print(f"before the first update  held-out success {row['start_success']:.3g}")
         shown = {
             "held-out success": row.get("success"),
             "rollout success": row.get("rollout_success"),
@@ -118,12 +136,13 @@ class _Log:
             "lag": row["lag"],
             "kl": row["approx_kl"],
             "clipped": row["clip_fraction"],
+            "logp gap": row["logp_gap"],
             "learner idle": row["learner_idle"],
             "rollouts idle": row["rollout_idle"],
             "lost": row["lost"] or None,
         }
         text = "  ".join(f"{name} {value:.3g}" for name, value in shown.items() if value is not None)
-        print(f"iteration {iteration + 1}/{self.iterations}  {text}", flush=True)
+        print(f"iteration {iteration}/{self.iterations}  {text}", flush=True)
 
 
 def _default_loggers(out: Path) -> list[Logger]:
@@ -192,6 +211,10 @@ def main(argv: list[str]) -> int:
         del arguments["config"]
         improve_policy(**arguments)
     except (ValueError, OSError, ImportError, RuntimeError, WorkerError, RenderingUnavailableError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {explain(str(error), ())}", file=sys.stderr)
         return 2
+    except (KeyboardInterrupt, SystemExit) as end:
+        if not isinstance(end, SystemExit) or end.code == 128 + signal.SIGTERM:
+            print("the same command goes on after the last iteration that was saved", file=sys.stderr)
+        raise
     return 0

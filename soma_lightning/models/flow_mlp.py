@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import get_rank
 from torch.distributed.tensor import DTensor
@@ -26,6 +26,7 @@ from soma_lightning.layout.full_state import gather
 from soma_lightning.models.flow import euler_sample, interpolate
 from soma_lightning.models.flow_policy import FlowPolicy
 from soma_lightning.models.policy import Mode
+from soma_lightning.models.tensor_files import write_safetensors
 from soma_lightning.models.value_head import ValueHead
 
 _FREQUENCIES = 8
@@ -160,7 +161,7 @@ class FlowMLPPolicy(FlowPolicy):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps({"type": "flow_mlp", **asdict(self.config)}, indent=2))
-        save_file({name: value.detach().contiguous() for name, value in weights.items()}, _weights(folder))
+        write_safetensors(_weights(folder), weights)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> FlowMLPPolicy:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +39,8 @@ from soma_lightning.rl.ppo import (
 from soma_lightning.rl.records import Fragment, Rows
 from soma_lightning.rl.rollout import Cursor
 
+#: Mean difference of log-probabilities (nats) for the same weights that is no rounding any more.
+_MUCH_GAP = 0.05
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -66,7 +69,7 @@ class Objective(nn.Module):
         """task "score": (log-probabilities, values), [M] each. Otherwise (loss, sums of what is logged), over the rows
         that count: "learn", or "learn values" for the critic alone.
         """
-        replay = self.policy(ForwardType.DEFAULT, forward_inputs=batch.inputs)
+        replay = _checked(self.policy(ForwardType.DEFAULT, forward_inputs=batch.inputs), len(batch.counts))
         log_probs = reduce_rows(replay["logprobs"].float(), batch.valid_steps)
         values = replay["values"].float().reshape(-1)
         if task == "score":
@@ -97,6 +100,19 @@ class Objective(nn.Module):
         return proximal, truncated_weights(proximal, behaviour, self.config)
 
 
+def _checked(replay: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """What `default_forward` returned. ValueError naming an entry that is missing or has not one number a row."""
+    missing = [name for name in ("logprobs", "values", "entropy") if name not in replay]
+    if missing:
+        raise ValueError(f"default_forward must return logprobs, values and entropy; {', '.join(missing)} missing")
+    for name in ("values", "entropy"):
+        if replay[name].shape not in ((rows,), (rows, 1)):
+            raise ValueError(
+                f"default_forward must return {name} as [B] or [B, 1] with B={rows}, got {list(replay[name].shape)}"
+            )
+    return replay
+
+
 class PPOLearner:
     """Policy, optimizer and the update, on every rank of a launched `fabric`.
 
@@ -109,6 +125,7 @@ class PPOLearner:
         module, self.optimizer = fabric.setup(Objective(policy, config), _optimizer(policy, config))
         self.objective: Any = module
         self.updates = 0
+        self._has_warned = False
 
     @property
     def policy(self) -> nn.Module:
@@ -172,6 +189,7 @@ class PPOLearner:
         scored, _ = self._score(rows, order)
         gap = (scored - columns["behaviour"]).abs()
         logged |= {"logp_gap": gap.mean().item(), "logp_gap_max": gap.max().item()}
+        self._warn_of_gap(gap[rows.version == self.updates])
         columns["proximal"] = scored if self.config.recompute_log_probs else columns["behaviour"]
         if not self.config.interpolate_proximal:
             columns["weights"], facts = behaviour_weights(columns["proximal"], columns["behaviour"], self.config)
@@ -184,6 +202,17 @@ class PPOLearner:
                 break
         self.updates += 1
         return logged
+
+    def _warn_of_gap(self, gap: Tensor) -> None:
+        """Once, when the learner scores rows of its own weights otherwise than the rollout did. gap: of those rows."""
+        if len(gap) == 0 or gap.mean() <= _MUCH_GAP or self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"log-probabilities differ by {gap.mean():.3g} nats between rollout and learner for the same weights: "
+            "default_forward does not compute what predict_action_batch recorded (check_policy finds out), or both run "
+            "in different precision"
+        )
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 

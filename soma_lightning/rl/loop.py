@@ -33,7 +33,7 @@ from soma_lightning.rl.sharing import share_fragments
 
 #: evaluate(policy, updates that it has had) -> numbers to log.
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
-#: log(iteration, row): called on rank 0 after every iteration.
+#: log(number of the iteration, from 1, row): called on rank 0 after every iteration.
 Log = Callable[[int, Mapping[str, float]], None]
 
 
@@ -55,7 +55,7 @@ class LoopSettings:
     max_lag: int = 1
     arena_mb: int = 1024
     fragment_timeout_s: float = 600.0
-    save_every: int = 10
+    save_every: int = 1
 
     def __post_init__(self) -> None:
         for name in ("iterations", "fragments_per_update", "workers", "arena_mb", "save_every"):
@@ -112,13 +112,15 @@ def train_ppo(
     evaluate: Evaluate | None = None,
     evaluate_every: int = 10,
     log: Log | None = None,
+    on_start: Callable[[nn.Module], None] | None = None,
     state: str | Path | None = None,
 ) -> PPOResult:
     """Trains the policy that `model` (a `get_model` configuration) describes by PPO in the environments of `rollout`.
 
     flow: how a flow policy explores. fabric: of the learner, launched; one process on the CPU when None. evaluate:
     called with a policy of the learner's weights, before the first and after every `evaluate_every`-th iteration. log:
-    called after every iteration. state: file that keeps what a later run needs; one that is there is gone on from.
+    called after every iteration. on_start: called with the learner's policy before anything is collected. state: file
+    that keeps what a later run needs; one that is there is gone on from.
     Raises ValueError for settings that do not fit, and RuntimeError when rollout processes keep failing.
     """
     ppo = PPOConfig() if ppo is None else ppo
@@ -127,7 +129,10 @@ def train_ppo(
     if fabric is None:
         fabric = Fabric(accelerator="cpu", devices=1, strategy="somaspeed")
     make_policy = partial(build_policy, dict(model), flow)
-    learner = PPOLearner(fabric, _learning(make_policy()), ppo)
+    policy = _learning(make_policy())
+    if on_start is not None:
+        on_start(policy)
+    learner = PPOLearner(fabric, policy, ppo)
     cursors = learner.load(state) if state is not None and Path(state).is_file() else {}
     first, spec = learner.updates, CollectorSpec(make_policy, rollout, loop.workers, cursors)
     result = PPOResult(learner.policy, learner.optimizer)
@@ -146,7 +151,7 @@ def train_ppo(
             if state is not None and (is_last or (iteration + 1) % loop.save_every == 0):
                 learner.save(state, cursors)
             if log is not None and fabric.global_rank == 0:
-                log(iteration, row)
+                log(iteration + 1, row)
     return result
 
 

@@ -21,27 +21,41 @@ from soma_lightning.locks import lock_file
 STATE, RESULTS, HISTORY, CURVE, POLICY = "state.ckpt", "results.json", "history.jsonl", "learning_curve.png", "policy"
 
 
+#: Settings that a run may change when it goes on: they decide how it is carried out, not what it learns.
+_MAY_CHANGE = {("loop", "iterations"), ("loop", "save_every"), ("loop", "arena_mb"), ("loop", "fragment_timeout_s")}
+_SHOWN = 5
+
+
 class RunFolder:
     """The folder of one run. One process at a time; an interrupted run goes on, one of other settings is refused.
 
-    settings: what decides the run, JSON-ready; `iterations` may grow.
+    settings: what decides the run, JSON-ready. The folder belongs to a run from its first iteration on: one that fails
+    before leaves nothing that would stand in the way. Raises ValueError when another process writes there, when another
+    run's files lie there, and for a `policy` that no run wrote, which would be lost.
     """
 
     def __init__(self, out: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
         self._settings = json.loads(json.dumps(settings))
+        self._is_finished = False
         self._lock = lock_file(
             out / ".lock", f"another run is writing into {out}; wait for it, or choose another --out"
         )
         try:
+            is_run = (out / RESULTS).exists()
+            if (out / POLICY).exists() and not is_run:
+                raise ValueError(
+                    f"{out / POLICY} was written by something else and would be lost; choose another --out"
+                )
+            if is_run and not overwrite:
+                self._check()
             if overwrite:
                 for name in (STATE, RESULTS, HISTORY, CURVE):
                     (out / name).unlink(missing_ok=True)
-            elif (out / RESULTS).exists() or (out / STATE).exists():
-                self._check()
+            if not (out / RESULTS).exists():  # nothing says which run it belongs to
+                (out / STATE).unlink(missing_ok=True)
             self.history = self._read_history()
-            self._write("running")
         except BaseException:
             self._lock.close()
             raise
@@ -51,20 +65,25 @@ class RunFolder:
         return self.out / STATE
 
     def add(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Notes an iteration, in the place of those that came after the state that the run went on from."""
+        """Notes an iteration, numbered from 1, in the place of those after the state that the run went on from."""
         entry = {"iteration": iteration, **{name: one for name, one in row.items() if math.isfinite(one)}}
         kept = [one for one in self.history if one["iteration"] < iteration]
         goes_back, self.history = len(kept) < len(self.history), [*kept, entry]
         with open(self.out / HISTORY, "w" if goes_back else "a") as file:
             file.writelines(json.dumps(one) + "\n" for one in (self.history if goes_back else [entry]))
+        self._write("running")
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Writes results.json and learning_curve.png; returns the results."""
+        self._is_finished = True
         results = self._write("finished", facts)
         plots.reward_curve(self.history, self.out / CURVE)
         return results
 
     def close(self) -> None:
+        """Lets others write here; results.json says so when the run did not finish."""
+        if not self._is_finished and self.history:
+            self._write("interrupted")
         self._lock.close()
 
     def _write(self, status: str, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -92,13 +111,14 @@ class RunFolder:
         wanted = self._settings
         changed = sorted(
             f"{group}.{name}" if name else group
-            for group, name in _leaves(wanted) | _leaves(found)
-            if (group, name) != ("loop", "iterations") and _value(wanted, group, name) != _value(found, group, name)
+            for group, name in (_leaves(wanted) | _leaves(found)) - _MAY_CHANGE
+            if group != "evaluation" and _value(wanted, group, name) != _value(found, group, name)
         )
         if changed:
+            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             raise ValueError(
-                f"{self.out} holds a run with other settings ({', '.join(changed[:5])}); choose another --out, or pass "
-                "--overwrite"
+                f"{self.out} holds a run with other settings ({', '.join(changed[:_SHOWN])}{more}); choose another "
+                "--out, or pass --overwrite"
             )
 
 

@@ -152,6 +152,7 @@ class PolicyCollector:
         actions, result = self.policy.predict_action_batch(
             self._observed(), mode="train", compute_values=True, **self._keys()
         )
+        _check_recorded(self.policy, result)
         executed = np.asarray(actions, np.float32)[:, : self.settings.executed_steps]
         if executed.shape[1] < self.settings.executed_steps:
             raise ValueError(
@@ -266,6 +267,15 @@ class CollectorSpec:
         except BaseException:
             envs.close()
             raise
+
+
+def _check_recorded(policy: Any, result: Mapping[str, Any]) -> None:
+    missing = [key for key in ("prev_logprobs", "prev_values", "forward_inputs") if result.get(key) is None]
+    if missing:
+        raise ValueError(
+            f"{type(policy).__name__}.predict_action_batch(mode='train') returned no {', '.join(missing)}; "
+            "soma_lightning.models.policy.check_policy(policy, env_obs) checks the whole contract"
+        )
 
 
 def _place(device: str) -> torch.device:

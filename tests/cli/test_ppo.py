@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,13 @@ from safetensors.torch import load_file
 
 from soma_lightning.cli import main as soma
 from soma_lightning.envs.somatable import SomaTable
-from soma_lightning.models import PI05Config, PI05Policy
+from soma_lightning.models import PI05Config, PI05Policy, registry
 from soma_lightning.models.flow_mlp import FlowMLPConfig, FlowMLPPolicy
 from soma_lightning.rl.loop import LoopSettings
 from soma_lightning.rl.outputs import RunFolder
 from soma_lightning.rl.ppo import PPOConfig
 from soma_lightning.rl.rollout import RolloutSettings
+from tests.rl.gaussian import build
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ["--loop.iterations", "2", "--loop.engine", "sync", "--loop.workers", "1", "--loop.fragments_per_update", "1"]
@@ -50,9 +52,9 @@ def test_a_run_leaves_its_files_and_a_policy_that_can_be_evaluated(start, tmp_pa
     results = json.loads((out / "results.json").read_text())
     assert results["status"] == "finished"
     assert results["settings"]["rollout"]["envs_per_worker"] == 2
-    assert results["last"]["iteration"] == 1
+    assert results["last"]["iteration"] == 2
     rows = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == [0, 1]
+    assert [row["iteration"] for row in rows] == [1, 2]
     assert {"start_success", "success", "env_steps_per_s", "lag", "logp_gap", "approx_kl"} <= set(rows[0])
     evaluated = ["eval", "--policy", str(out / "policy"), "--env", "point_reach", "--recorded", "0"]
     assert soma.main([*evaluated, "--episodes", "4", "--out", str(tmp_path / "eval")]) == 0
@@ -68,7 +70,7 @@ def test_a_run_goes_on_with_more_iterations(start, tmp_path, capsys):
     after = torch.load(out / "state.ckpt", weights_only=True)
     assert (before["updates"], after["updates"]) == (2, 3)
     rows = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
 
 
 def test_a_run_of_other_settings_is_refused_and_can_be_overwritten(start, tmp_path, capsys):
@@ -82,22 +84,68 @@ def test_a_run_of_other_settings_is_refused_and_can_be_overwritten(start, tmp_pa
 
 def test_iterations_after_the_saved_state_are_noted_once(tmp_path):
     folder = RunFolder(tmp_path, {})
-    for iteration in range(4):
+    for iteration in range(1, 5):
         folder.add(iteration, {"success": 0.1})
     folder.state.touch()
     folder.close()
     again = RunFolder(tmp_path, {})
-    for iteration in (2, 3, 4):
+    for iteration in (3, 4, 5):
         again.add(iteration, {"success": 0.5})
     again.close()
     rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
-    assert [(row["iteration"], row["success"]) for row in rows] == [(0, 0.1), (1, 0.1), (2, 0.5), (3, 0.5), (4, 0.5)]
+    assert [(row["iteration"], row["success"]) for row in rows] == [(1, 0.1), (2, 0.1), (3, 0.5), (4, 0.5), (5, 0.5)]
 
 
 def test_results_that_say_nothing_are_refused(tmp_path):
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(ValueError, match="does not say which run this was"):
         RunFolder(tmp_path, {})
+
+
+def test_a_run_that_fails_at_its_start_leaves_nothing_in_the_way(start, tmp_path):
+    assert ppo(start, tmp_path / "run", "--rollout.tasks", "[pick]") == 2
+    assert ppo(start, tmp_path / "run", "--ppo.lr", "0.5") == 0
+
+
+def test_a_policy_of_something_else_is_not_overwritten(start, tmp_path, capsys):
+    shutil.copytree(start, tmp_path / "run" / "policy")
+    for more in ([], ["--overwrite"]):
+        assert ppo(start, tmp_path / "run", *more) == 2
+        assert "was written by something else and would be lost" in capsys.readouterr().err
+    assert ppo(tmp_path / "run" / "policy", tmp_path / "run") == 2
+    assert "would replace the policy that the run starts from" in capsys.readouterr().err
+
+
+def test_how_a_run_is_carried_out_may_change(start, tmp_path):
+    assert ppo(start, tmp_path / "run") == 0
+    changed = ["--loop.iterations", "3", "--loop.save_every", "2", "--evaluation.episodes", "3"]
+    assert ppo(start, tmp_path / "run", *changed) == 0
+
+
+def test_a_run_that_ends_early_says_so(start, tmp_path, monkeypatch, capsys):
+    original = RunFolder.add
+
+    def interrupted(self, iteration, row):
+        original(self, iteration, row)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFolder, "add", interrupted)
+    assert ppo(start, tmp_path / "run") == 130
+    assert "goes on after the last iteration that was saved" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "interrupted"
+    monkeypatch.setattr(RunFolder, "add", original)
+    assert ppo(start, tmp_path / "run") == 0
+    printed = capsys.readouterr().out
+    assert "iteration 2/2" in printed
+    assert "iteration 1/2" not in printed
+
+
+def test_a_policy_that_cannot_be_saved_is_refused_before_anything_is_collected(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(registry, "_models", dict(registry._models))
+    registry.register_model("gaussian_test", build)
+    line = ["ppo", "--config", "ppo/point_reach", "--policy", str(tmp_path), "--out", str(tmp_path / "run"), *SMALL]
+    assert soma.main([*line, "--model_type", "gaussian_test", "--flow", "null", "--evaluation", "null"]) == 2
+    assert "GaussianPolicy cannot be saved at the end" in capsys.readouterr().err
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
@@ -119,6 +167,8 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
         (["--rollout.executed_steps", "5"], "executed_steps=5 is more than the 4 actions"),
         (["--loop.max_lag", "3"], "max_lag=3"),
         (["--loop.workers", "2"], "workers=2 has no effect"),
+        (["--strategy", "ddp"], "strategy='ddp' must be one of somaspeed"),
+        (["--ppo.minibatch_size", "2"], "error: micro_batch_size=256 is more than minibatch_size=2"),
         (["--evaluation.episodes", "0"], "evaluation.episodes=0"),
     ],
 )
@@ -150,7 +200,7 @@ def test_two_ranks_learn_from_rollouts_beside_them(start, tmp_path, strategy):
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["world_size"] == 2
-    assert results["last"]["iteration"] == 1
+    assert results["last"]["iteration"] == 2
     learned, before = (FlowMLPPolicy.from_pretrained(folder) for folder in (tmp_path / "run" / "policy", start))
     assert not torch.equal(learned.velocity_net[0].weight, before.velocity_net[0].weight)
 

@@ -11,7 +11,7 @@ from soma_lightning.models import registry
 from soma_lightning.models.flow_sde import FlowSDE
 from soma_lightning.rl.loop import LoopSettings, build_policy, train_ppo
 from soma_lightning.rl.ppo import PPOConfig
-from tests.rl.gaussian import build
+from tests.rl.gaussian import GaussianPolicy, build
 
 
 @pytest.fixture
@@ -73,6 +73,45 @@ def test_a_policy_that_is_no_flow_learns_in_the_same_loop(gaussian, rollout, syn
     assert result.history[0]["entropy"] > 0
 
 
+def of_learner(forward_inputs) -> bool:
+    """Whether a replay is the learner's: in micro-batches of 8 rows, not the rollout's 6 environments."""
+    return len(forward_inputs["action"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda replay: replay.pop("entropy"), "entropy missing"),
+        (lambda replay: replay.update(entropy=replay["logprobs"]), r"entropy as \[B\] or \[B, 1\] with B=8"),
+        (lambda replay: replay.update(values=replay["values"].sum()), r"values as \[B\] or \[B, 1\] with B=8"),
+    ],
+)
+def test_a_replay_of_another_form_is_named(gaussian, rollout, sync, small_ppo, monkeypatch, change, message):
+    original = GaussianPolicy.default_forward
+
+    def changed(self, forward_inputs):
+        replay = original(self, forward_inputs)
+        if of_learner(forward_inputs):
+            change(replay)
+        return replay
+
+    monkeypatch.setattr(GaussianPolicy, "default_forward", changed)
+    with pytest.raises(ValueError, match=message):
+        train_ppo(gaussian, rollout, sync, small_ppo)
+
+
+def test_a_replay_that_computes_something_else_is_warned_of(gaussian, rollout, sync, small_ppo, monkeypatch):
+    original = GaussianPolicy.default_forward
+
+    def changed(self, forward_inputs):
+        replay = original(self, forward_inputs)
+        return {**replay, "logprobs": replay["logprobs"] + 0.1 * of_learner(forward_inputs)}
+
+    monkeypatch.setattr(GaussianPolicy, "default_forward", changed)
+    with pytest.warns(UserWarning, match=r"differ by 0\.8 nats between rollout and learner for the same weights"):
+        train_ppo(gaussian, rollout, replace(sync, iterations=1), small_ppo)
+
+
 def test_evaluations_come_before_the_first_and_after_every_nth_iteration(start, rollout, sync, small_ppo):
     rows = []
     result = train_ppo(
@@ -85,7 +124,7 @@ def test_evaluations_come_before_the_first_and_after_every_nth_iteration(start, 
         evaluate_every=2,
         log=lambda iteration, row: rows.append(iteration),
     )
-    assert rows == [0, 1, 2]
+    assert rows == [1, 2, 3]
     assert [("start_success" in row, "success" in row) for row in result.history] == [
         (True, False),
         (False, True),

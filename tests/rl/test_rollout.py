@@ -109,6 +109,23 @@ def test_a_policy_of_ones_own_that_is_no_flow_is_collected(rollout):
     assert torch.equal(policy(forward_inputs=one.inputs)["logprobs"], one.log_probs)
 
 
+@pytest.mark.parametrize("entry", ["prev_logprobs", "prev_values", "forward_inputs"])
+def test_a_policy_that_records_too_little_is_named(rollout, monkeypatch, entry):
+    policy = GaussianPolicy()
+    act = policy.predict_action_batch
+
+    def forgetful(env_obs, mode="train", compute_values=True):
+        actions, result = act(env_obs, mode, compute_values)
+        del result[entry]
+        return actions, result
+
+    monkeypatch.setattr(policy, "predict_action_batch", forgetful)
+    with make_group("point_reach", rollout.env_options, num_slots=6) as group:
+        collector = PolicyCollector(policy, group, rollout)
+        with pytest.raises(ValueError, match=f"GaussianPolicy.* returned no {entry}"):
+            collector.collect(0, 0)
+
+
 def test_a_lost_simulator_costs_one_fragment(collector, monkeypatch):
     fragment_of(collector)
     execute, calls = collector.envs.execute, []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from soma_lightning.contract import IMAGE_PREFIX, EnvObservation, batch_from_observation
@@ -22,6 +22,7 @@ from soma_lightning.layout.full_state import gather
 from soma_lightning.models.flow_policy import FEATURES, FlowPolicy
 from soma_lightning.models.pi05.folder import VALUE_HEAD_FILE
 from soma_lightning.models.pi05.prefix import PrefixCache
+from soma_lightning.models.tensor_files import write_safetensors
 from soma_lightning.models.value_head import ValueHead
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class PI05Exploration(FlowPolicy):
     def save_value_head(weights: Mapping[str, Tensor], folder: Path) -> None:
         """Writes what `whole_value_head` returned beside a checkpoint's weights; nothing without a critic."""
         if weights:
-            save_file({name: value.contiguous() for name, value in weights.items()}, folder / VALUE_HEAD_FILE)
+            write_safetensors(folder / VALUE_HEAD_FILE, weights)
 
     # -- what FlowPolicy asks for -------------------------------------------------------------------------------------
 
