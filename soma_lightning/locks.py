@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -24,3 +26,21 @@ def lock_file(path: Path, busy: str) -> IO[str]:
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
         file.close()
+
+
+@contextmanager
+def sole_writer(target: Path, busy: str) -> Iterator[None]:
+    """Within the block no other process is in a block of its own for `target`, a folder that need not exist yet.
+
+    The lock is a hidden file beside it. Raises ValueError with `busy` when there is another one, OSError when the file
+    cannot be made.
+    """
+    target = target.resolve()
+    path = target.with_name(f".{target.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = lock_file(path, busy)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.close()

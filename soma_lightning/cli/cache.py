@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from soma_lightning.cli.fit import SomaCLI, SomaParser, resolve_configs
 from soma_lightning.cli.parser import explain
 from soma_lightning.data.datamodule import LeRobotDataModule
 from soma_lightning.data.feature_cache import MEMORIES
-from soma_lightning.locks import lock_file
+from soma_lightning.locks import sole_writer
 from soma_lightning.models.registry import load_extensions
 from soma_lightning.modules.base import PolicyModule
 
@@ -109,27 +109,12 @@ def parse() -> CacheCLI:
     return cli
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Within the block no other `soma cache` fills `folder`: both would compute and keep every frame.
-
-    Raises ValueError when one does.
-    """
-    target = folder.resolve()
-    path = target.with_name(f".{target.name}.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = lock_file(path, f"another soma cache fills {folder}; wait for it, or choose another --out")
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        lock.close()
-
-
 def fill(cli: CacheCLI) -> None:
     """Runs the backbone over every frame that the folder lacks."""
     module, data = cast(PolicyModule, cli.model), cast(LeRobotDataModule, cli.datamodule)
-    with alone(Path(cli.config["out"])) if cli.trainer.is_global_zero else nullcontext():
+    out = cli.config["out"]
+    busy = f"another soma cache fills {out}; wait for it, or choose another --out"  # both would compute every frame
+    with sole_writer(Path(out), busy) if cli.trainer.is_global_zero else nullcontext():
         cli.trainer.predict(CacheFiller(module), datamodule=EveryFrame(data), return_predictions=False)
     if cli.trainer.is_global_zero and data.features is not None:
         facts = data.features.report_facts()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from soma_lightning.envs.demos import (
 from soma_lightning.envs.registry import EXPERTS, EnvSpec
 from soma_lightning.envs.somatable import TASKS
 from soma_lightning.envs.worker import WorkerError
-from soma_lightning.locks import lock_file
+from soma_lightning.locks import sole_writer
 
 
 def build_parser() -> CommandParser:
@@ -69,23 +68,6 @@ def available_cpus() -> int:
     return min(8, usable_cores())
 
 
-@contextmanager
-def one_at_a_time(out: Path) -> Iterator[None]:
-    """Keeps other recordings out of `out`. ValueError when there is one, OSError when nothing can be written."""
-    target = out.resolve()
-    path = target.with_name(f".{target.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(path, f"another soma demos records into {out}; wait for it, or choose another --out")
-    except OSError as error:
-        raise OSError(f"the data set '{out}' cannot be written: {error}") from error
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        lock.close()
-
-
 def open_store(out: Path, identity: dict[str, Any], *, overwrite: bool) -> AttemptStore:
     """Attempts of an earlier run that was stopped, or none. ValueError for those of other settings."""
     target = out.resolve()
@@ -113,7 +95,12 @@ def record(options: Namespace) -> RecordingSummary:
         timeout_s=options.timeout_s,
         **conditions,
     )
-    with one_at_a_time(Path(options.out)):
+    busy = f"another soma demos records into {options.out}; wait for it, or choose another --out"
+    with ExitStack() as held:
+        try:
+            held.enter_context(sole_writer(Path(options.out), busy))
+        except OSError as error:
+            raise OSError(f"the data set '{options.out}' cannot be written: {error}") from error
         return _record(options, spec, conditions)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from soma_lightning.cli.cache import alone
 from soma_lightning.cli.main import main
 from soma_lightning.data.lerobot_images import EncodedImages
 from soma_lightning.data.lerobot_writer import LeRobotWriter
+from soma_lightning.locks import sole_writer
 from soma_lightning.models import PI05Config, PI05Policy
 from soma_lightning.models.normalization import load_statistics
 from soma_lightning.models.pi05.prefix import PI05Prefix
@@ -97,7 +97,7 @@ def test_a_folder_that_is_named_twice_is_refused(prepared, tmp_path, capsys):
 
 def test_a_folder_that_another_command_fills_is_left_to_it(prepared, tmp_path, capsys):
     folder = tmp_path / "features"
-    with alone(folder):
+    with sole_writer(folder, "busy"):
         assert soma("cache", prepared, tmp_path / "a", "--out", str(folder)) == 2
     assert f"another soma cache fills {folder}; wait for it" in capsys.readouterr().err
     assert not folder.exists()
