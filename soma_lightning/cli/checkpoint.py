@@ -45,15 +45,3 @@ def stored_type(policy: Path) -> str:
     if not isinstance(stored, dict):
         raise ValueError(f"{config} must hold a JSON object, not {type(stored).__name__}")
     return str(stored.get("type", "pi05"))
-
-
-def pick_device(device: str) -> torch.device:
-    """Raises ValueError for a device that torch does not know or does not see."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}, but torch sees no CUDA device; use device=cpu")
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is unknown; use auto, cpu or cuda") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from soma_lightning import envs
-from soma_lightning.cli.checkpoint import check_policy_options, load_policy, pick_device, stored_type
+from soma_lightning.cli.checkpoint import check_policy_options, load_policy, stored_type
 from soma_lightning.cli.machine import available_memory_gb, usable_cores
 from soma_lightning.cli.parser import CommandParser
 from soma_lightning.envs.base import EnvGroup, require_known
@@ -19,7 +19,7 @@ from soma_lightning.evaluation.protocol import find_protocol
 from soma_lightning.evaluation.results import table
 from soma_lightning.evaluation.run import evaluate, evaluate_seeds
 from soma_lightning.evaluation.settings import EvaluationSettings, Until
-from soma_lightning.models.registry import load_extensions
+from soma_lightning.models.registry import load_extensions, pick_device
 
 
 def evaluate_policy(

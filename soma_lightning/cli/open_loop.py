@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from soma_lightning import plots
-from soma_lightning.cli.checkpoint import check_policy_options, load_policy, pick_device, stored_type
+from soma_lightning.cli.checkpoint import check_policy_options, load_policy, stored_type
 from soma_lightning.cli.data import check_out
 from soma_lightning.cli.parser import CommandParser
 from soma_lightning.contract import ACTION, STATE
@@ -19,7 +19,7 @@ from soma_lightning.data.inspection import dimension_names
 from soma_lightning.data.lerobot import LeRobotDataset
 from soma_lightning.data.open_loop import EpisodePrediction, OpenLoopSettings, predict_episodes, summarize
 from soma_lightning.evaluation.report import check_policy_parts
-from soma_lightning.models.registry import load_extensions
+from soma_lightning.models.registry import load_extensions, pick_device
 
 RESULTS, TABLE = "open_loop.json", "open_loop.csv"
 

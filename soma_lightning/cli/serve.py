@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from soma_lightning.cli.checkpoint import check_policy_options, load_policy, pick_device, stored_type
+from soma_lightning.cli.checkpoint import check_policy_options, load_policy, stored_type
 from soma_lightning.cli.parser import CommandParser
 from soma_lightning.imports import require_package
-from soma_lightning.models.registry import load_extensions
+from soma_lightning.models.registry import load_extensions, pick_device
 
 
 def serve_policy(

@@ -134,6 +134,21 @@ def torch_dtype(precision: object) -> torch.dtype:
     return dtype
 
 
+def pick_device(device: str) -> torch.device:
+    """Where a policy runs; "auto" takes a GPU where there is one.
+
+    Raises ValueError for a device that torch does not know or does not see.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but torch sees no CUDA device; use device=cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is unknown; use auto, cpu or cuda") from error
+
+
 def load_extensions() -> tuple[str, ...]:
     """Imports the modules that SOMA_EXT_MODULE names and calls `register()` of each that has one.
 

@@ -23,6 +23,7 @@ from soma_lightning.envs.registry import make_group
 from soma_lightning.envs.worker import WorkerError
 from soma_lightning.models.flow_policy import takes_keys
 from soma_lightning.models.policy import check_executed_steps
+from soma_lightning.models.registry import pick_device
 from soma_lightning.rl.engine import Collected, FragmentLostError
 from soma_lightning.rl.records import EpisodeEnd, Fragment, Timeline, split_inputs
 
@@ -261,7 +262,7 @@ class CollectorSpec:
             timeout_s=settings.env_timeout_s,
         )
         try:
-            policy = self.make_policy().to(_place(settings.device)).eval()
+            policy = self.make_policy().to(pick_device(settings.device)).eval()
             cursor = self.cursors.get(worker)
             return PolicyCollector(policy, envs, settings, worker=worker, num_workers=self.num_workers, cursor=cursor)
         except BaseException:
@@ -276,9 +277,3 @@ def _check_recorded(policy: Any, result: Mapping[str, Any]) -> None:
             f"{type(policy).__name__}.predict_action_batch(mode='train') returned no {', '.join(missing)}; "
             "soma_lightning.models.policy.check_policy(policy, env_obs) checks the whole contract"
         )
-
-
-def _place(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
