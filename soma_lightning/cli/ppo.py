@@ -14,7 +14,6 @@ from typing import Any
 from jsonargparse import ActionConfigFile
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger, Logger, TensorBoardLogger
-from torch.distributed.tensor import DTensor
 
 from soma_lightning.cli.checkpoint import stored_type
 from soma_lightning.cli.fit import resolve_configs
@@ -25,10 +24,11 @@ from soma_lightning.envs.rendering import RenderingUnavailableError
 from soma_lightning.envs.worker import WorkerError
 from soma_lightning.evaluation.settings import EvaluationSettings
 from soma_lightning.imports import is_available
+from soma_lightning.layout.full_state import is_sharded
 from soma_lightning.models.flow_sde import FlowSDE
 from soma_lightning.models.registry import load_extensions
 from soma_lightning.optim.masters import has_masters
-from soma_lightning.rl.loop import LoopSettings, PPOResult, train_ppo
+from soma_lightning.rl.loop import Evaluate, LoopSettings, PPOResult, train_ppo
 from soma_lightning.rl.outputs import CURVE, POLICY, RESULTS, STATE, EvaluationPlan, Evaluator, RunFolder
 from soma_lightning.rl.ppo import PPOConfig
 from soma_lightning.rl.rollout import RolloutSettings
@@ -90,9 +90,10 @@ def improve_policy(
         if folder is not None:
             open_things.callback(folder.close)
         fabric.barrier()
-        evaluate = None
-        if evaluation is not None:
-            evaluate = _evaluator(policy, Path(out), rollout, flow, evaluation, open_things)
+        evaluate: Evaluate | None = None
+        if evaluation is not None:  # rank 0 alone evaluates, and needs environments for it
+            arguments = (policy, Path(out), rollout, flow, evaluation, open_things)
+            evaluate = _evaluator(*arguments) if is_first else _evaluated_elsewhere
         result = train_ppo(
             model,
             rollout,
@@ -178,12 +179,15 @@ def _evaluator(
     return Evaluator(group, settings, out / "videos")
 
 
+def _evaluated_elsewhere(policy: Any, updates: int) -> dict[str, float]:
+    raise RuntimeError("only rank 0 evaluates")
+
+
 def _finish(fabric: Fabric, folder: RunFolder | None, result: PPOResult, loop: LoopSettings) -> dict[str, Any]:
     """Saves the policy and the results; every rank calls it."""
     policy: Any = result.policy
     target = fabric.broadcast("" if folder is None else str(folder.out / POLICY))
-    is_sharded = any(isinstance(p, DTensor) for p in policy.parameters())
-    if folder is not None or is_sharded:  # shards are gathered by all ranks
+    if folder is not None or is_sharded(policy):  # shards are gathered by all ranks
         policy.save_pretrained(target, **({"optimizer": result.optimizer} if has_masters(result.optimizer) else {}))
     if folder is None:
         return {}

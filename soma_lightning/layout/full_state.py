@@ -76,6 +76,11 @@ def own_slice(whole: Tensor, target: DTensor) -> Tensor:
     return part
 
 
+def is_sharded(module: Module) -> bool:
+    """Whether this rank holds parts of parameters of `module`, so that reading it whole takes all ranks."""
+    return any(isinstance(p, DTensor) for p in module.parameters())
+
+
 def show_shards(root: Module) -> None:
     """Frees parameters that a forward pass left gathered, so that those of `root` are its shards.
 

@@ -19,10 +19,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import get_rank
-from torch.distributed.tensor import DTensor
 
 from soma_lightning.contract import ACTION, STATE, EnvObservation
-from soma_lightning.layout.full_state import gather
+from soma_lightning.layout.full_state import gather, is_sharded
 from soma_lightning.models.flow import euler_sample, interpolate
 from soma_lightning.models.flow_policy import FlowPolicy
 from soma_lightning.models.policy import Mode
@@ -154,9 +153,8 @@ class FlowMLPPolicy(FlowPolicy):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes config.json and model.safetensors. A sharded policy is saved by all ranks together: rank 0 writes."""
-        is_sharded = any(isinstance(p, DTensor) for p in self.parameters())
         weights = gather(dict(self.state_dict()), keep=True)
-        if is_sharded and get_rank() != 0:
+        if is_sharded(self) and get_rank() != 0:
             return
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

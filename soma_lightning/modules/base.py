@@ -14,10 +14,10 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from soma_lightning.contract import ACTION, ACTION_IS_PAD, TRAINING_FILE
+from soma_lightning.layout.full_state import is_sharded
 from soma_lightning.models.flow import keyed_generator
 from soma_lightning.modules.ema import TrainableEMA
 from soma_lightning.modules.schedule import fit_to_run, warmup_cosine
@@ -288,8 +288,7 @@ class PolicyModule(LightningModule):
         if not self.training_config.export or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder = Path(self.trainer.default_root_dir) / "policy"
-        is_sharded = any(isinstance(p, DTensor) for p in self.policy.parameters())
-        if self.trainer.is_global_zero or is_sharded:  # shards are gathered by all ranks
+        if self.trainer.is_global_zero or is_sharded(self.policy):  # shards are gathered by all ranks
             self.export(folder, **self._exported_values())
         if self.trainer.is_global_zero:
             steps = {"step": self.trainer.global_step, "epoch": self.trainer.current_epoch}

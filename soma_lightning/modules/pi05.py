@@ -72,7 +72,7 @@ class PI05Module(PolicyModule):
             policy.reset_parameters()
         if lora is not None:
             add_lora(policy.model, lora)
-        if cuda_graphs and (gradient_checkpointing or any(p.requires_grad for p in policy.model.prefix.parameters())):
+        if cuda_graphs and (gradient_checkpointing or policy.model.prefix_trains):
             raise ValueError(
                 "cuda_graphs=true records the expert alone, without recomputation: it needs a frozen backbone "
                 "(trainable='expert', lora targets='expert') and gradient_checkpointing=false"

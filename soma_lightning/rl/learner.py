@@ -135,8 +135,7 @@ class PPOLearner:
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
         """{name in the policy: whole tensor} of everything that trains. Shards are gathered: all ranks call it."""
-        trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
-        return {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in trained.items()}
+        return {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in _trained(self.policy)}
 
     def save(self, file: str | Path, cursors: Mapping[int, Cursor]) -> None:
         """Writes what a later run needs to go on: what trains, the optimizer, the number of updates, `cursors`.
@@ -165,7 +164,7 @@ class PPOLearner:
         try:
             saved = self.fabric.load(file, weights_only=True)
             weights, cursors, updates = saved["weights"], saved["cursors"], int(saved["updates"])
-            trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+            trained = dict(_trained(self.policy))
             check_fit(weights, trained)
             for name, parameter in trained.items():
                 parameter.copy_(shard_like(weights[name], parameter))
@@ -186,7 +185,7 @@ class PPOLearner:
         columns = self._columns(rows, fragments)
         logged = _explained(columns)
         order = self._order(len(rows), epoch=0)
-        scored, _ = self._score(rows, order)
+        scored = self._score(rows, order)
         gap = (scored - columns["behaviour"]).abs()
         logged |= {"logp_gap": gap.mean().item(), "logp_gap_max": gap.max().item()}
         self._warn_of_gap(gap[rows.version == self.updates])
@@ -265,15 +264,14 @@ class PPOLearner:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _score(self, rows: Rows, order: np.ndarray) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, values) of all rows under the present weights, [N] each, on the CPU."""
-        scores = torch.zeros(2, len(rows))
+    def _score(self, rows: Rows, order: np.ndarray) -> Tensor:
+        """Log-probabilities of all rows under the present weights, [N], on the CPU."""
+        scores = torch.zeros(len(rows))
         for micro_batches in self._micro_batches(order):
             for index, counts in micro_batches:
-                found = self.objective(self._batch(rows, {}, index, counts), "score")
-                scores[:, index[counts]] = torch.stack(found).cpu()[:, counts]
-        scores = self._sum(scores.to(self.fabric.device)).cpu()  # each row was scored by one rank
-        return scores[0], scores[1]
+                log_probs, _ = self.objective(self._batch(rows, {}, index, counts), "score")
+                scores[index[counts]] = log_probs.cpu()[counts]
+        return self._sum(scores.to(self.fabric.device)).cpu()  # each row was scored by one rank
 
     def _sum(self, values: Tensor) -> Tensor:
         """Over the ranks."""
@@ -305,9 +303,13 @@ class PPOLearner:
         return {**facts, "grad_norm": torch.stack(norms).mean().item(), "optimizer_steps": float(len(norms))}
 
 
+def _trained(policy: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+
+
 def _optimizer(policy: nn.Module, config: PPOConfig) -> FusedAdamW:
     """AdamW with the critic's learning rate for parameters whose name begins with "value", the policy's for others."""
-    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    trained = dict(_trained(policy))
     if not trained:
         raise ValueError("no parameter of the policy requires grad, so there is nothing to train")
     values = [p for name, p in trained.items() if name.startswith("value")]

@@ -31,7 +31,7 @@ from soma_lightning.rl.records import EpisodeEnd, Fragment
 from soma_lightning.rl.rollout import CollectorSpec, Cursor, RolloutSettings
 from soma_lightning.rl.sharing import share_fragments
 
-#: evaluate(policy, updates that it has had) -> numbers to log.
+#: evaluate(policy in eval mode, updates that it has had) -> numbers to log; called on rank 0 alone.
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 #: log(number of the iteration, from 1, row): called on rank 0 after every iteration.
 Log = Callable[[int, Mapping[str, float]], None]

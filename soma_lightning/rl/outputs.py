@@ -156,9 +156,10 @@ class Evaluator:
         self.envs, self.settings, self.videos = envs, settings, videos
 
     def __call__(self, policy: Any, updates: int) -> dict[str, float]:
-        """{"success", "success_low", "success_high"}: rate and 95 % Wilson interval over all episodes."""
-        was_training = policy.training
-        policy.eval()
+        """{"success", "success_low", "success_high"}: rate and 95 % Wilson interval over all episodes.
+
+        policy: in eval mode.
+        """
         settings = self.settings
         videos = KeptVideos(self.videos / f"update_{updates:04d}", settings.recorded, settings.executed_steps)
         episodes = [Episode(task, k) for task in settings.tasks for k in settings.init_states]
@@ -167,7 +168,6 @@ class Evaluator:
             successes += rollout.success_once
             if frames:
                 videos.keep(rollout, frames)
-        policy.train(was_training)
         low, high = wilson_interval(successes, len(episodes))
         return {"success": successes / len(episodes), "success_low": low, "success_high": high}
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from soma_lightning.contract import IMAGE_PREFIX, EnvObservation, batch_from_observation
+from soma_lightning.contract import IMAGE_PREFIX, STATE, EnvObservation, batch_from_observation
 from soma_lightning.layout.full_state import gather
 from soma_lightning.models.flow_policy import FEATURES, FlowPolicy
 from soma_lightning.models.pi05.folder import VALUE_HEAD_FILE
@@ -87,7 +87,7 @@ class PI05Exploration(FlowPolicy):
     @property
     def sends_features(self) -> bool:
         """Whether records carry frozen features, so that a learner needs no backbone."""
-        return not any(p.requires_grad for p in self.model.prefix.parameters())
+        return not self.model.prefix_trains
 
     def missing_for_exploration(self) -> str | None:
         """What `predict_action_batch` lacks for train mode, as a phrase; None when it has it."""
@@ -152,14 +152,16 @@ class PI05Exploration(FlowPolicy):
         return values
 
     def executable(self, x_0: Tensor, env_obs: EnvObservation) -> Tensor:
-        return self.processor.actions(x_0, self.observed_batch(env_obs))
+        state = batch_from_observation(env_obs)[STATE]  # what delta actions are relative to; no image is moved
+        return self.processor.actions(x_0, {STATE: state.to(x_0.device)})
 
     def observed_batch(self, env_obs: EnvObservation) -> dict[str, Any]:
         """The observation as the policy's batch, on its device; cameras that it does not have are left out."""
+        batch = batch_from_observation(env_obs)
+        return self._on_device(
+            {k: v for k, v in batch.items() if not k.startswith(IMAGE_PREFIX) or k in self.config.cameras}
+        )
+
+    def _on_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         device = next(self.model.parameters()).device
-        kept = {
-            name: value
-            for name, value in batch_from_observation(env_obs).items()
-            if not name.startswith(IMAGE_PREFIX) or name in self.config.cameras
-        }
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kept.items()}
+        return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}

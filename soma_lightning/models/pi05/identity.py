@@ -7,9 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from soma_lightning.contract import STATE
+from soma_lightning.layout.full_state import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,12 +34,12 @@ def check_features_fixed(policy: PI05Policy) -> None:
             f"a feature cache needs a frozen backbone, but config.trainable={policy.config.trainable!r} trains it; "
             "set trainable='expert', or feature_cache=null"
         )
-    if any(p.requires_grad for p in policy.model.prefix.parameters()):
+    if policy.model.prefix_trains:
         raise ValueError(
             "a feature cache needs a frozen backbone, but adapters of it train; set lora targets='expert', or "
             "feature_cache=null"
         )
-    if any(isinstance(p, DTensor) for p in policy.model.prefix.parameters()):
+    if is_sharded(policy.model.prefix):
         raise ValueError(
             "the frozen backbone is sharded, so no rank can compute features that the others have; set the "
             "strategy's frozen='replicate', or feature_cache=null"

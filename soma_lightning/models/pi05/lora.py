@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from soma_lightning.imports import require_package
+from soma_lightning.layout.full_state import is_sharded
 from soma_lightning.models.pi05.checkpoint import public_key
 from soma_lightning.models.pi05.folder import ADAPTER_WEIGHTS, written_at_once
 from soma_lightning.models.tensor_files import gather_in_turn, write_safetensors
@@ -155,7 +155,7 @@ def save_adapter(
         inference_mode=True,
     )
     tensors = {f"base_model.model.model.{public_key(name.replace('.default.', '.'))}": v for name, v in trained.items()}
-    if any(isinstance(p, DTensor) for p in model.parameters()) and get_rank() != 0:
+    if is_sharded(model) and get_rank() != 0:
         gather_in_turn(tensors)
         return
     with written_at_once(Path(folder)) as new:

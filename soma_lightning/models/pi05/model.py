@@ -92,7 +92,7 @@ class PI05Model(nn.Module):
         Gradients flow only if a parameter of the prefix is trainable. Raises ValueError for shapes that do not fit and
         for a row without any readable token.
         """
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.prefix.parameters())
+        trains = torch.is_grad_enabled() and self.prefix_trains
         with torch.set_grad_enabled(trains):
             cache: PrefixCache = self.prefix(images, image_masks, tokens, token_mask, compact)
         return cache
@@ -170,11 +170,16 @@ class PI05Model(nn.Module):
         It stays as an attribute on the meta device, for its names and shapes, and is no part of the module any more:
         no parameter, no state. Raises ValueError when a part of it trains.
         """
-        if any(p.requires_grad for p in self.prefix.parameters()):
+        if self.prefix_trains:
             raise ValueError("a part of the prefix trains, so its outputs cannot come from elsewhere")
         shell = self.prefix.to("meta")
         del self._modules["prefix"]
         object.__setattr__(self, "prefix", shell)
+
+    @property
+    def prefix_trains(self) -> bool:
+        """Whether any parameter of the prefix does, adapters included."""
+        return any(p.requires_grad for p in self.prefix.parameters())
 
     @property
     def has_prefix(self) -> bool:
@@ -190,7 +195,7 @@ class PI05Model(nn.Module):
         """
         check_fp8(self.config)
         first = next(self.prefix.parameters())
-        if any(p.requires_grad for p in self.prefix.parameters()):
+        if self.prefix_trains:
             raise ValueError("frozen_precision='fp8' needs a frozen prefix, but adapters of it train")
         if why := why_no_fp8(first.device):
             raise ValueError(f"frozen_precision='fp8': {why}")
@@ -207,7 +212,7 @@ class PI05Model(nn.Module):
         bucket: prefixes are padded to multiples of this many tokens. limit: recordings that are kept.
         Raises ValueError when the prefix trains, to which a recording sends no gradients, and with checkpointed layers.
         """
-        if any(p.requires_grad for p in self.prefix.parameters()):
+        if self.prefix_trains:
             raise ValueError("a part of the prefix trains, to which CUDA graphs of the expert would send no gradients")
         if self.gradient_checkpointing:
             raise ValueError("gradient checkpointing and CUDA graphs exclude each other; use one of them")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from soma_lightning.contract import ACTION, STATE, EnvObservation, Statistics
+from soma_lightning.layout.full_state import is_sharded
 from soma_lightning.models.features import FrozenFeatures
 from soma_lightning.models.flow import sample_time
 from soma_lightning.models.pi05.checkpoint import CheckpointLayout, load_weights, save_weights, seed_masters
@@ -90,7 +90,7 @@ class PI05Policy(PI05Exploration):
     @property
     def is_sharded(self) -> bool:
         """Whether ranks hold parts of parameters, so that saving takes all of them."""
-        return any(isinstance(p, DTensor) for p in self.model.parameters())
+        return is_sharded(self.model)
 
     def set_statistics(self, statistics: Statistics, source: str = "given") -> None:
         """Uses these statistics from now on; state and action dimensions follow them.
@@ -245,10 +245,6 @@ class PI05Policy(PI05Exploration):
             return PrefixCache.from_features(features, self.config.language.head_dim)
         inputs = self.processor.inputs(batch, state_noise=state_noise, generator=generator)
         return self.model.encode_prefix(inputs.images, inputs.image_masks, inputs.tokens, inputs.token_mask)
-
-    def _on_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        device = self.device
-        return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
     def _noise(self, rows: int, generator: torch.Generator | None) -> Tensor:
         source = self.device if generator is None else generator.device
